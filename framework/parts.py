@@ -1,0 +1,68 @@
+"""`ModelPart`: the piece of a LightningModule that one stage of one rank holds, as the surgery plugins see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+
+@dataclass(eq=False)
+class ModelPart:
+    """One stage's share of the model; without a pipeline the whole model is the only part.
+
+    Names are always global: the name in the user's LightningModule (`model.layers.7.attention.wq`).
+
+    Attributes:
+        root: the user's LightningModule.
+        module: what is called to run this part, and so what a data-parallel wrap is applied to last. Without a
+            pipeline this is `root`.
+        blocks: the repeated blocks of this part, by name: units of sharding, checkpointing and compilation.
+        owned: all modules of this part (blocks, embeddings, norms, heads and their children), by name.
+        foreign: parameters reachable from `module` that another stage owns (on the meta device).
+        index: stage number, 0 first.
+        stages: number of stages in all.
+    """
+
+    root: LightningModule
+    module: nn.Module
+    blocks: dict[str, nn.Module]
+    owned: dict[str, nn.Module]
+    foreign: set[nn.Parameter] = field(default_factory=set)
+    index: int = 0
+    stages: int = 1
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield each owned parameter once."""
+        seen = set(self.foreign)
+        for parameter in self.module.parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                yield parameter
+
+
+def find_blocks(root: nn.Module) -> dict[str, nn.Module]:
+    """Find the repeated blocks of a model: children of the outermost lists of two or more modules of one class.
+
+    Returns global name -> block in order; empty if the model has no such list.
+    """
+    blocks: dict[str, nn.Module] = {}
+    for name, child in root.named_children():
+        children = list(child.named_children())
+        if (
+            isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+            and len(children) > 1
+            and len({type(grandchild) for _, grandchild in children}) == 1
+            and any(True for _ in children[0][1].parameters())
+        ):
+            blocks |= {f"{name}.{key}": block for key, block in children}
+        else:
+            blocks |= {f"{name}.{key}": block for key, block in find_blocks(child).items()}
+    return blocks
+
+
+def whole(root: LightningModule) -> ModelPart:
+    """Return the part that holds everything."""
+    return ModelPart(root=root, module=root, blocks=find_blocks(root), owned=dict(root.named_modules()))
