@@ -11,16 +11,17 @@ The whole run::
 
     launcher process                                   worker process (one a rank)
     ----------------                                   ---------------------------
-    config_roots, config_groups, commands              make_precision, make_checkpoint_io, make_strategy
-    (Hydra composes)                                   make_loggers, make_callbacks
-    mesh_axes -> mesh                                  Trainer.fit:
-    requirements, check_plan, check_model                  make_stages                     (model on the meta device)
-    process_env                                            each stage:
-    make_launcher, make_restart_policy                         apply_tensor_parallel
-    start workers ------------------------------------>        apply_expert_parallel
-    on_worker_failure <---------------- a rank died            apply_context_parallel
-    newest_complete, start again                               apply_activation_checkpointing
-    on_run_end                                                 apply_compile
+    config_roots, config_groups, commands              on_worker_start
+    (Hydra composes)                                   make_precision, make_checkpoint_io, make_strategy
+    mesh_axes -> mesh                                  make_loggers, make_callbacks
+    requirements, check_plan, check_model              Trainer.fit:
+    process_env                                            make_stages                     (model on the meta device)
+    make_launcher, make_restart_policy                     each stage:
+    start workers ------------------------------------>        apply_tensor_parallel
+    on_worker_failure <---------------- a rank died            apply_expert_parallel
+    newest_complete, start again                               apply_context_parallel
+    on_run_end                                                 apply_activation_checkpointing
+                                                               apply_compile
                                                                apply_data_parallel
                                                            materialise, initialise
                                                            make_optimizer, load checkpoint
@@ -131,6 +132,10 @@ class LaunchSpecs:
 
 class BuildSpecs:
     """Hooks in a worker, while the Trainer is built."""
+
+    @hookspec
+    def on_worker_start(self, plan: RunPlan, rank: int) -> None:
+        """First of all in a worker, before the process group and the Trainer; `rank` is the global rank."""
 
     @hookspec(firstresult=True)
     def make_precision(self, plan: RunPlan) -> Any:
