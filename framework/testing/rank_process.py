@@ -1,0 +1,123 @@
+"""Inside one process of `framework.testing.ranks`: wait for a call, make it, report, and clean up for the next."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Task:
+    """One call: the pickled `(fn, args, kwargs)` and the surroundings that it expects.
+
+    `timeout` is that of the default process group, seconds; None = don't make one.
+    """
+
+    call: bytes
+    env: dict[str, str]
+    path: list[str]
+    cwd: str
+    timeout: float | None
+
+
+@dataclass
+class Done:
+    """How a call ended: the pickled result, or the error's text, class name, traceback and time (s since the epoch)."""
+
+    value: bytes = b""
+    error: str = ""
+    kind: str = ""
+    traceback: str = ""
+    time: float = 0.0
+
+
+def serve(pipe: Connection, log: str) -> None:
+    """Make the calls that come through `pipe`, one after the other, until the other end closes.
+
+    The process leads a process group of its own, so that whatever it starts can be ended with it, and dies with the
+    server process that forked it. Standard output and error go to the file `log`.
+    """
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable(file=2, all_threads=True)
+    import torch
+
+    torch.set_num_threads(1)
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            task: Task = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        pipe.send_bytes(pickle.dumps(_make(task)))
+
+
+def _make(task: Task) -> Done:
+    import torch.distributed as dist
+
+    with _clean_surroundings(task):
+        try:
+            fn, args, kwargs = pickle.loads(task.call)
+            if task.timeout is not None:
+                dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout))
+            value = fn(*args, **kwargs)
+            return Done(value=pickle.dumps(value))
+        except (Exception, SystemExit) as error:
+            text = traceback.format_exc()
+            sys.stderr.write(text)
+            return Done(
+                error=f"{type(error).__name__}: {error}", kind=type(error).__name__, traceback=text, time=time.time()
+            )
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _clean_surroundings(task: Task) -> Iterator[None]:
+    """Give the call the environment, seed and signal handlers of a fresh process; destroy its process group after it."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.clear()
+    os.environ.update(task.env)
+    os.chdir(task.cwd)
+    sys.path[:] = task.path
+    torch.manual_seed(0)
+    random.seed(0)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    log_handlers, log_level = list(logging.getLogger().handlers), logging.getLogger().level
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        logging.getLogger().handlers[:] = log_handlers
+        logging.getLogger().setLevel(log_level)
+        gc.collect()

@@ -1,0 +1,160 @@
+"""The truth that every mix is measured against: a plain PyTorch loop in one process.
+
+It imports nothing of the framework, so that a fault of ours can't hide on both sides. The caller hands in a module of the user's
+own class with its initial weights, the global batches in order, and how one batch gives a mean loss and the weight
+(tokens) which that mean is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LossOf = Callable[[nn.Module, Any], tuple[Tensor, float]]
+
+
+@dataclass
+class Result:
+    """What a run is judged by; every list has one entry an optimizer step, every mapping one a parameter (by name)."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    first_gradients: dict[str, Tensor] = field(default_factory=dict)
+    updates: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(
+    model: nn.Module,
+    steps: Iterable[Sequence[Any]],
+    loss_of: LossOf,
+    *,
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    clip: float | None = None,
+    clip_algorithm: str = "norm",
+    schedule: Callable[[int], float] | None = None,
+    autocast: torch.dtype | None = None,
+) -> Result:
+    """Train `model` in place with SGD and momentum.
+
+    Args:
+        model: holds the initial weights; its dtype is the dtype of the run.
+        steps: for each optimizer step the pieces of its global batch; the loss is sum(loss_i * weight_i) / sum(weight_i),
+            so into how many pieces a batch is cut changes only the order of summation.
+        loss_of: `(model, piece) -> (mean loss, weight)`.
+        lr: initial learning rate.
+        momentum: of SGD.
+        clip: bound of the gradient; None = no clipping.
+        clip_algorithm: `norm`, `inf_norm` or `value`.
+        schedule: factor of the learning rate in optimizer step t (from 0); None = constant.
+        autocast: compute dtype of a mixed-precision run; None = the model's own dtype.
+
+    Returns:
+        The gradient norm and the first gradients are those before clipping.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    start = {name: p.detach().clone() for name, p in parameters.items()}
+    velocity: dict[str, Tensor] = {}
+    result = Result()
+    for t, pieces in enumerate(steps):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+            parts = [loss_of(model, piece) for piece in pieces]
+        total = sum(weight for _, weight in parts)
+        terms = [
+            loss.to(loss.dtype if loss.dtype == torch.float64 else torch.float32) * w for loss, w in parts if w > 0
+        ]
+        loss = torch.stack(terms).sum() / total
+        loss.backward()
+        gradients = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+        if t == 0:
+            result.first_gradients = {name: g.clone() for name, g in gradients.items()}
+        result.losses.append(float(loss.detach()))
+        result.grad_norms.append(global_norm(gradients.values(), 2 if clip_algorithm != "inf_norm" else torch.inf))
+        if clip is not None and clip_algorithm == "value":
+            gradients = {name: g.clamp(-clip, clip) for name, g in gradients.items()}
+        elif clip is not None:
+            factor = min(1.0, clip / (result.grad_norms[-1] + 1e-6))
+            gradients = {name: g * factor for name, g in gradients.items()}
+        rate = lr * (schedule(t) if schedule else 1.0)
+        with torch.no_grad():
+            for name, g in gradients.items():
+                velocity[name] = velocity[name] * momentum + g if name in velocity else g.clone()
+                parameters[name].sub_(velocity[name] * rate)
+    result.updates = {name: p.detach() - start[name] for name, p in parameters.items()}
+    return result
+
+
+def global_norm(tensors: Iterable[Tensor], order: float = 2) -> float:
+    """Norm of all elements of all `tensors` together, in double precision; `order` 2 or infinity."""
+    tensors = [tensor.double() for tensor in tensors]
+    if order == torch.inf:
+        return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+    return float(sum(float(tensor.pow(2).sum()) for tensor in tensors) ** 0.5)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest relative distances that still count as equal."""
+
+    loss: float = 1e-9
+    gradient: float = 1e-9
+    update: float = 1e-9
+    floor: float = 1e-3
+    """Share of the global norm below which a tensor's own norm isn't the yardstick: a gradient that is zero in exact
+    arithmetic (a key bias, say) is noise, and noise differs between two correct summation orders."""
+
+
+def disagreements(got: Result, want: Result, bounds: Bounds, moves: float = 1e-6) -> list[str]:
+    """Return one line for each number of `got` that isn't that of `want`; empty = equal.
+
+    Args:
+        got: what the mix under test gave.
+        want: the reference.
+        bounds: largest relative distances.
+        moves: every tensor's reference update must be at least this share of the global update, or the row proves
+            nothing about that tensor: that is a disagreement too.
+    """
+    lines = [
+        *_scalars("loss", got.losses, want.losses, bounds.loss),
+        *_scalars("grad_norm", got.grad_norms, want.grad_norms, bounds.gradient),
+        *_tensors("first gradient", got.first_gradients, want.first_gradients, bounds.gradient, bounds.floor),
+        *_tensors("update", got.updates, want.updates, bounds.update, bounds.floor),
+    ]
+    size = global_norm(want.updates.values())
+    for name, update in want.updates.items():
+        if global_norm([update]) < moves * size:
+            lines.append(f"update {name}: the reference moved it by {global_norm([update]):.1e} only; proves nothing")
+    return lines
+
+
+def _scalars(kind: str, got: Sequence[float], want: Sequence[float], bound: float) -> list[str]:
+    if len(got) != len(want):
+        return [f"{kind}: {len(got)} values, wanted {len(want)}"]
+    return [
+        f"{kind} of step {t}: {a!r}, wanted {b!r} (relative distance {abs(a - b) / max(abs(b), 1e-300):.1e})"
+        for t, (a, b) in enumerate(zip(got, want, strict=True))
+        if not abs(a - b) <= bound * abs(b)
+    ]
+
+
+def _tensors(kind: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], bound: float, floor: float) -> list[str]:
+    if set(got) != set(want):
+        return [f"{kind}: missing {sorted(set(want) - set(got))}, too many {sorted(set(got) - set(want))}"]
+    size = global_norm(want.values())
+    lines = []
+    for name, b in want.items():
+        a = got[name]
+        if a.shape != b.shape:
+            lines.append(f"{kind} {name}: shape {tuple(a.shape)}, wanted {tuple(b.shape)}")
+            continue
+        distance = global_norm([a.double() - b.double()]) / max(global_norm([b]), floor * size, 1e-300)
+        if not distance <= bound:
+            ratio = global_norm([a]) / max(global_norm([b]), 1e-300)
+            lines.append(f"{kind} {name}: relative distance {distance:.1e}, norm {ratio:.6g} times the wanted")
+    return lines
