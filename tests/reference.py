@@ -1,8 +1,8 @@
 """The truth that every mix is measured against: a plain PyTorch loop in one process.
 
-It imports nothing of the framework, so that a fault of ours can't hide on both sides. The caller hands in a module of the user's
-own class with its initial weights, the global batches in order, and how one batch gives a mean loss and the weight
-(tokens) which that mean is over.
+It imports nothing of the framework, so that a fault of ours can't hide on both sides. The caller hands in a module of
+the user's own class with its initial weights, the global batches in order, and how one batch gives a mean loss and the
+weight (tokens) which that mean is over.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def train(
 
     Args:
         model: holds the initial weights; its dtype is the dtype of the run.
-        steps: for each optimizer step the pieces of its global batch; the loss is sum(loss_i * weight_i) / sum(weight_i),
-            so into how many pieces a batch is cut changes only the order of summation.
+        steps: for each optimizer step the pieces of its global batch; the loss is sum(loss_i * weight_i) /
+            sum(weight_i), so into how many pieces a batch is cut changes only the order of summation.
         loss_of: `(model, piece) -> (mean loss, weight)`.
         lr: initial learning rate.
         momentum: of SGD.
@@ -66,9 +66,7 @@ def train(
         with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
             parts = [loss_of(model, piece) for piece in pieces]
         total = sum(weight for _, weight in parts)
-        terms = [
-            loss.to(loss.dtype if loss.dtype == torch.float64 else torch.float32) * w for loss, w in parts if w > 0
-        ]
+        terms = [loss.to(torch.promote_types(loss.dtype, torch.float32)) * w for loss, w in parts if w > 0]
         loss = torch.stack(terms).sum() / total
         loss.backward()
         gradients = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}

@@ -95,7 +95,7 @@ def _make(task: Task) -> Done:
 
 @contextlib.contextmanager
 def _clean_surroundings(task: Task) -> Iterator[None]:
-    """Give the call the environment, seed and signal handlers of a fresh process; destroy its process group after it."""
+    """Give the call the environment, seed and signal handlers of a fresh process; destroy its process group after."""
     import torch
     import torch.distributed as dist
 

@@ -1,9 +1,9 @@
 """Run a function on several real processes with gloo, fast: `run_ranks` and `WorkerPool`.
 
-Processes are forked from one server process that has torch, Lightning and the framework imported already, so starting them takes a
-fraction of a second; a `WorkerPool` keeps them for many calls. Each call gets a store of its own and the environment that
-torchrun would give, so a function may call `torch.distributed.init_process_group()`, build a `framework.Trainer`, or find
-the process group already made.
+Processes are forked from one server process that has torch, Lightning and the framework imported already, so starting
+them takes a fraction of a second; a `WorkerPool` keeps them for many calls. Each call gets a store of its own and the
+environment that torchrun would give, so a function may call `torch.distributed.init_process_group()`, build a
+`framework.Trainer`, or find the process group already made.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Rank:
 
 
 class WorkerPool:
-    """Processes that stay for many calls; `run` starts more when a larger world is asked for, and new ones after a failure.
+    """Processes that stay for many calls; `run` starts more for a larger world, and new ones after a failure.
 
     Use as a context manager or call `close`. Not for use from several threads.
     """
@@ -220,8 +220,8 @@ def _pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         return pickle.dumps((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"{getattr(fn, '__qualname__', fn)} and its arguments travel to other processes by pickle, which failed: {error}. "
-            "Define the function at the top level of a module and pass plain values."
+            f"{getattr(fn, '__qualname__', fn)} and its arguments travel to other processes by pickle, which failed: "
+            f"{error}. Define the function at the top level of a module and pass plain values."
         ) from error
 
 

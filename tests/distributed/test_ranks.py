@@ -13,13 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.testing import RanksError, WorkerPool, run_ranks
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool() as pool:
-        yield pool
+from framework.testing import RanksError, run_ranks
 
 
 def sum_of_ranks(scale: float) -> torch.Tensor:

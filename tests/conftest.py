@@ -1,0 +1,1 @@
+"""Its place makes `tests/` importable: `import reference`."""
