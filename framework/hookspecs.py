@@ -118,7 +118,7 @@ class LaunchSpecs:
         """Return a `framework.launch.RestartPolicy`; None = no restart."""
 
     @hookspec
-    def on_worker_failure(self, failure: Failure, attempt: int) -> None:
+    def on_worker_failure(self, plan: RunPlan, failure: Failure, attempt: int) -> None:
         """A worker of attempt `attempt` (from 0) died; the others were ended."""
 
     @hookspec(firstresult=True)
