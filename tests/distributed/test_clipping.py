@@ -72,7 +72,7 @@ def test_fsdp_shards_are_added_up(pool) -> None:
 
 
 def everything_at_once(norm_type: float, algorithm: str):
-    """Eight ranks, pp 2 x dp_shard 2 x tp 2; uneven shards, copies, a Partial gradient, a stage with fewer gradients."""
+    """Eight ranks: pp 2 x dp_shard 2 x tp 2, uneven shards, copies, a Partial gradient, a stage with fewer grads."""
     mesh = Mesh(MeshSpec(pp=2, dp_shard=2, tp=2))
     both, shard, tp = mesh["dp_shard", "tp"], mesh["dp_shard"], mesh["tp"]
     stage = mesh.rank("pp")
