@@ -16,6 +16,8 @@ EXIT_PREEMPTED = 75
 """SIGTERM arrived, all ranks saved at one step and stopped (EX_TEMPFAIL: run the same command again)."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C."""
+EXIT_TERMINATED = 143
+"""SIGTERM arrived and nothing was saved: too early, twice, or no recovery was chosen."""
 
 
 class FrameworkError(Exception):
@@ -72,3 +74,9 @@ class PreemptedError(FrameworkError):
     """A run saved and stopped because it was asked to."""
 
     exit_code = EXIT_PREEMPTED
+
+
+class TerminatedError(FrameworkError):
+    """A run was ended by SIGTERM without saving."""
+
+    exit_code = EXIT_TERMINATED

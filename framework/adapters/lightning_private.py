@@ -1,0 +1,76 @@
+"""Private names of Lightning, each with the reason; `tests/contract/test_private_apis.py` notices when one moves."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
+
+    from framework.strategy import MeshStrategy
+
+
+def forward_redirection() -> Any:
+    """Return Lightning's way of calling a step method through a wrapper's `forward`, so that its hooks fire."""
+    return _ForwardRedirection()
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Whether calling the module does more than its `forward` (FSDP2 acts through such hooks). Private to torch."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def set_rank_zero(rank: int) -> None:
+    """Tell Lightning's `rank_zero_only` functions which rank this is; strategies are expected to."""
+    rank_zero_only.rank = fabric_rank_zero_only.rank = rank
+
+
+def init_process_group(environment: ClusterEnvironment, backend: str, timeout_s: float) -> None:
+    """Connect processes that Lightning's own launcher started; Lightning has no public function for it."""
+    _init_dist_connection(environment, backend, timeout=timedelta(seconds=timeout_s))
+
+
+class SpawnLauncher(_MultiProcessingLauncher):
+    """Lightning's spawn launcher, which takes the module's local state dict for the whole: gather it instead."""
+
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        state = trainer.strategy.full_state_dict()  # collective
+        module: LightningModule = trainer.lightning_module
+        module.state_dict = lambda: state  # type: ignore[method-assign, assignment, misc]
+        trainer.strategy.checkpoint_io = _TorchFile()
+        return super()._collect_rank_zero_results(trainer, results)
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        trainer.strategy.checkpoint_io = _TorchFile()
+        super()._recover_results_in_main_process(worker_output, trainer)
+
+
+def spawn_launcher(strategy: MeshStrategy) -> Any:
+    """Return a launcher that starts the ranks with multiprocessing's `spawn`, as `strategy="ddp_spawn"` does."""
+    return SpawnLauncher(strategy, start_method="spawn")
+
+
+class _TorchFile:
+    """Carries the final weights from rank 0 to the main process through a temporary file, loaded without code."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Tensor], path: str) -> None:
+        torch.save(checkpoint, path)
+
+    def load_checkpoint(self, path: str) -> dict[str, Tensor]:
+        loaded: dict[str, Tensor] = torch.load(path, weights_only=True)
+        return loaded
+
+    def remove_checkpoint(self, path: str) -> None:
+        import os
+
+        os.remove(path)

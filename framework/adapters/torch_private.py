@@ -1,0 +1,77 @@
+"""Private names of torch, each with the reason; `tests/contract/test_private_apis.py` notices when one moves."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def set_default_timeout(limit: timedelta) -> None:
+    """Set the time limit of groups whose maker gives none.
+
+    `new_group` and `init_device_mesh` read these two module globals when they are called; torch has no setter.
+    """
+    distributed_c10d.default_pg_timeout = limit
+    distributed_c10d.default_pg_nccl_timeout = limit
+
+
+def group_timeouts() -> dict[str, timedelta]:
+    """Return the time limit of every group of this process: `<description> <number>` (and ` on <device>` if several)."""
+    result = {}
+    for group in distributed_c10d._world.pg_map:
+        if not isinstance(group, distributed_c10d.ProcessGroup):
+            continue  # a group that this rank isn't in
+        devices = sorted(group._device_types, key=str)
+        backends = {device: group._get_backend(torch.device(device)) for device in devices}
+        for device, backend in backends.items():
+            name = f"{group.group_desc} {group.group_name}"
+            if len({id(other) for other in backends.values()}) > 1:
+                name += f" on {device.type}"
+            result[name] = backend.options._timeout
+    return result
+
+
+@contextmanager
+def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
+    """Backward of `loss` inside gives every leaf a zero gradient of the right shape, whatever the graph computes.
+
+    Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions.
+    The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper.
+    """
+    handles = []
+    seen: set[Any] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            handles.append(node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients)))
+        todo += [following for following, _ in node.next_functions]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zeros(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else torch.zeros_like(gradient)
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    """Replicate `module` over the 1-D `mesh`, in place; composes with tensor and pipeline parallelism.
+
+    The public `torch.distributed._composable.replicate` is the one on DDP's reducer, which doesn't compose; torchtitan
+    uses this one too.
+    """
+    _replicate(module, mesh=mesh, ignored_params=ignored)

@@ -1,0 +1,73 @@
+"""Making the process group of a run, with one time limit for it and for every group made later.
+
+Torch gives each new group its library default (30 minutes on gloo, 10 on NCCL), whatever the world group was told. A hang
+in a tensor-parallel collective would then outlive the user's setting by far. Here the default itself is set, so groups of
+a mesh, of a checkpoint or of a user's own module all have the plan's limit unless their maker passes another.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from framework.adapters import torch_private
+from framework.errors import RunFailedError
+from framework.plan import RunPlan
+
+log = logging.getLogger(__name__)
+
+RUN_KEY = "run_id"
+"""Key of the launcher's store under which the run's name is found, outside of any attempt's prefix."""
+
+
+def backend_for(accelerator: str) -> str:
+    """Return torch's name of the backends: gloo for CPU tensors always, NCCL for CUDA tensors."""
+    return "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
+
+
+def connect(plan: RunPlan, rank: int, attempt: int, port: int) -> None:
+    """Join the run's world through the store that the launcher holds on this host.
+
+    Args:
+        plan: world size, time limit and run id are taken from it.
+        rank: global rank.
+        attempt: from 0; ranks of another attempt never meet.
+        port: of the launcher's store.
+
+    Raises:
+        RunFailedError: the store belongs to another run, or not all ranks came within the time limit.
+    """
+    limit = timedelta(seconds=plan.timeout_s)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    host_run = store.get(RUN_KEY).decode()
+    if host_run != plan.run_id:
+        raise RunFailedError(
+            f"Rank {rank} of run '{plan.run_id}' was sent to port {port}, where run '{host_run}' meets: refused."
+        )
+    use_timeout(limit)
+    prefix = dist.PrefixStore(f"{plan.run_id}/{attempt}", store)
+    dist.init_process_group(
+        backend_for(plan.accelerator), store=prefix, rank=rank, world_size=plan.world_size, timeout=limit
+    )
+
+
+def use_timeout(limit: timedelta) -> None:
+    """Make `limit` the time limit of every group that this process makes from now on and isn't given another."""
+    torch_private.set_default_timeout(limit)
+
+
+def timeouts() -> dict[str, float]:
+    """Return the effective time limit of every group that this rank is in: description -> seconds.
+
+    The description is the group's own (`default_pg`, `mesh_tp`), with its number; a group of several backends has one
+    entry for each.
+    """
+    return {name: limit.total_seconds() for name, limit in torch_private.group_timeouts().items()}
+
+
+def log_timeouts() -> None:
+    """Log the effective limits in one line, shortest first."""
+    limits = sorted(timeouts().items(), key=lambda item: item[1])
+    log.info("Time limits of the process groups: %s.", ", ".join(f"{name} {limit:g} s" for name, limit in limits))
