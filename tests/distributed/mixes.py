@@ -1,0 +1,163 @@
+"""The table of mixes that parity is measured on: the words that a user would type, the ranks, and how near is equal.
+
+Each row trains the default GPT, shrunk, for `STEPS` optimizer steps of `GLOBAL_BATCH` samples with SGD and momentum.
+Every option of strategy, tp, pp, precision, activation, accumulation and clipping stands in at least two rows, eight
+ranks in at least two; `test_parity_table.py` holds the table to that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reference import Bounds
+
+STEPS = 6
+GLOBAL_BATCH = 16
+SEQUENCE = 8
+
+FP64 = Bounds()
+FP32 = Bounds(loss=1e-6, gradient=1e-5, update=1e-5)
+BF16_MIXED = Bounds(loss=2e-3, gradient=2e-2, update=2e-2)
+BF16_TRUE = Bounds(loss=1e-2, gradient=5e-2, update=5e-2)
+FP16_MIXED = Bounds(loss=2e-4, gradient=4e-3, update=4e-3)
+BOUNDS = {"fp64": FP64, "fp32": FP32, "bf16-mixed": BF16_MIXED, "bf16-true": BF16_TRUE, "fp16-mixed": FP16_MIXED}
+"""Low precision is compared with one process of the same precision; each planted fault exceeds these bounds."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One row.
+
+    Attributes:
+        name: unique, readable.
+        ranks: processes.
+        words: overrides as typed, `precision` among them or fp64.
+    """
+
+    name: str
+    ranks: int
+    words: str = ""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The words by key."""
+        settings = dict(word.split("=", 1) for word in self.words.split())
+        settings.setdefault("precision", "fp64")
+        return settings
+
+    @property
+    def overrides(self) -> list[str]:
+        """What is handed to the front end, complete."""
+        batch = {} if "global_batch_size" in self.settings else {"global_batch_size": str(GLOBAL_BATCH)}
+        return [f"{key}={value}" for key, value in {**self.settings, **batch, "devices": str(self.ranks)}.items()]
+
+    @property
+    def bounds(self) -> Bounds:
+        """How near to the reference is equal."""
+        return BOUNDS[self.settings["precision"]]
+
+    @property
+    def clip(self) -> tuple[float | None, str]:
+        """Bound of the gradient, None = no clipping; and the algorithm."""
+        value = self.settings.get("trainer.gradient_clip_val")
+        return (float(value) if value else None), self.settings.get("trainer.gradient_clip_algorithm", "norm")
+
+
+FSDP = "strategy=fsdp"
+SGO = "strategy=fsdp strategy.sharding=shard_grad_op"
+TP = "tp=dtensor"
+SP = "tp=dtensor tp.sequence_parallel=true"
+LP = "tp=dtensor tp.loss_parallel=true"
+SP_LP = "tp=dtensor tp.sequence_parallel=true tp.loss_parallel=true"
+CLIP = "trainer.gradient_clip_val=0.1"
+CLIP_INF = "trainer.gradient_clip_val=0.01 trainer.gradient_clip_algorithm=inf_norm"
+CLIP_VALUE = "trainer.gradient_clip_val=0.003 trainer.gradient_clip_algorithm=value"
+ACC2 = "trainer.accumulate_grad_batches=2"
+ACC4 = "trainer.accumulate_grad_batches=4"
+M4 = "pp.microbatches=4"
+M2 = "pp.microbatches=2"
+
+MIXES = [
+    # one process
+    Mix("single", 1),
+    Mix("single, accumulation", 1, ACC4),
+    Mix("single, clip norm, full AC", 1, f"{CLIP} activation=full"),
+    Mix("single, clip value, accumulation", 1, f"{CLIP_VALUE} {ACC2}"),
+    Mix("pp alone on one rank's worth", 2, f"pp=gpipe {M4}"),
+    # ddp
+    Mix("ddp2", 2, "strategy=ddp"),
+    Mix("ddp2, accumulation, clip norm", 2, f"strategy=ddp {ACC4} {CLIP}"),
+    Mix("ddp4, full AC, clip inf", 4, f"strategy=ddp activation=full {CLIP_INF}"),
+    Mix("ddp2, find_unused_parameters", 2, "strategy=ddp strategy.find_unused_parameters=true"),
+    Mix("ddp2, static graph, selective AC", 2, "strategy=ddp strategy.static_graph=true activation=selective"),
+    # fsdp
+    Mix("full_shard2", 2, FSDP),
+    Mix("full_shard4, accumulation", 4, f"{FSDP} {ACC2}"),
+    Mix("full_shard2, full AC, clip norm", 2, f"{FSDP} activation=full {CLIP}"),
+    Mix("full_shard2, clip value", 2, f"{FSDP} {CLIP_VALUE}"),
+    Mix("shard_grad_op2", 2, SGO),
+    Mix("shard_grad_op4, accumulation, clip inf", 4, f"{SGO} {ACC4} {CLIP_INF}"),
+    Mix("hybrid 2x2", 4, f"{FSDP} strategy.replicas=2"),
+    Mix("hybrid 2x2 grad_op, accumulation, clip", 4, f"{SGO} strategy.replicas=2 {ACC2} {CLIP}"),
+    Mix("cpu offload 2", 2, f"{FSDP} strategy.cpu_offload=true"),
+    Mix(
+        "cpu offload hybrid, accumulation, clip",
+        4,
+        f"{FSDP} strategy.cpu_offload=true strategy.replicas=2 {ACC2} {CLIP}",
+    ),
+    # tp
+    Mix("tp2", 2, TP),
+    Mix("tp4, clip norm", 4, f"{TP} {CLIP}"),
+    Mix("tp2 sp, accumulation", 2, f"{SP} {ACC2}"),
+    Mix("tp2 loss parallel, clip value", 2, f"{LP} {CLIP_VALUE}"),
+    Mix("tp4 sp loss parallel, clip inf", 4, f"{SP_LP} {CLIP_INF}"),
+    Mix("ddp2 x tp2", 4, f"strategy=ddp {TP}"),
+    Mix("ddp2 x tp2 sp lp, accumulation, clip", 4, f"strategy=ddp {SP_LP} {ACC2} {CLIP}"),
+    Mix("full_shard2 x tp2 sp, selective AC", 4, f"{FSDP} {SP} activation=selective"),
+    Mix("full_shard2 x tp2 lp, accumulation, clip", 4, f"{FSDP} {LP} {ACC2} {CLIP}"),
+    Mix("hybrid 2x2 x tp2, clip", 8, f"{FSDP} strategy.replicas=2 {TP} {CLIP}"),
+    # pp alone
+    Mix("gpipe2, accumulation, clip", 2, f"pp=gpipe {M4} {ACC2} {CLIP}"),
+    Mix("1f1b2", 2, f"pp=1f1b {M4}"),
+    Mix("1f1b4, full AC", 4, f"pp=1f1b pp.stages=4 {M4} activation=full"),
+    Mix("interleaved2, clip", 2, f"pp=interleaved_1f1b {M4} {CLIP}"),
+    Mix("looped_bfs2, accumulation", 2, f"pp=looped_bfs {M4} {ACC2}"),
+    Mix("zero_bubble2, clip inf", 2, f"pp=zero_bubble {M4} {CLIP_INF}"),
+    Mix("zbv2, accumulation, clip", 2, f"pp=zbv {M4} {ACC2} {CLIP}"),
+    Mix("dualpipev2, clip value", 2, f"pp=dualpipev {M4} {CLIP_VALUE}"),
+    # pp x data parallel
+    Mix("gpipe2 x full_shard2, clip", 4, f"{FSDP} pp=gpipe {M4} {CLIP}"),
+    Mix("gpipe2 x ddp2, accumulation", 4, f"strategy=ddp pp=gpipe {M2} {ACC2}"),
+    Mix("1f1b2 x full_shard2, accumulation", 4, f"{FSDP} pp=1f1b {M4} {ACC2}"),
+    Mix("1f1b2 x ddp2, full AC, clip", 4, f"strategy=ddp pp=1f1b {M4} activation=full {CLIP}"),
+    Mix("interleaved2 x full_shard2, full AC", 4, f"{FSDP} pp=interleaved_1f1b {M4} activation=full"),
+    Mix("looped_bfs2 x ddp2, clip", 4, f"strategy=ddp pp=looped_bfs {M4} {CLIP}"),
+    Mix("zero_bubble2 x shard_grad_op2, accumulation", 4, f"{SGO} pp=zero_bubble {M4} {ACC2}"),
+    Mix("zbv2 x full_shard2, full AC", 4, f"{FSDP} pp=zbv {M4} activation=full"),
+    Mix("dualpipev2 x ddp2, clip", 4, f"strategy=ddp pp=dualpipev {M4} {CLIP}"),
+    # pp x tp, and everything
+    Mix("gpipe2 x tp2 sp", 4, f"{SP} pp=gpipe {M4}"),
+    Mix("zero_bubble2 x tp2, clip", 4, f"{TP} pp=zero_bubble {M4} {CLIP}"),
+    Mix("zbv2 x tp2 lp, selective AC", 4, f"{LP} pp=zbv {M4} activation=selective"),
+    Mix("1f1b2 x full_shard2 x tp2 sp lp, accumulation, clip", 8, f"{FSDP} {SP_LP} pp=1f1b {M2} {ACC2} {CLIP}"),
+    Mix("zbv2 x ddp2 x tp2, clip", 8, f"strategy=ddp {TP} pp=zbv {M4} {CLIP}"),
+    Mix("dualpipev2 x hybrid 2x2", 8, f"{FSDP} strategy.replicas=2 pp=dualpipev {M4}"),
+    # other precisions
+    Mix("fp32 single", 1, "precision=fp32"),
+    Mix("fp32 gpipe2 x full_shard2, clip", 4, f"precision=fp32 {FSDP} pp=gpipe {M4} {CLIP}"),
+    Mix("fp32 ddp2 x tp2 sp, accumulation", 4, f"precision=fp32 strategy=ddp {SP} {ACC2}"),
+    Mix("bf16-mixed single", 1, "precision=bf16-mixed"),
+    Mix("bf16-mixed ddp2, accumulation", 2, f"precision=bf16-mixed strategy=ddp {ACC2}"),
+    Mix("bf16-mixed full_shard2, clip", 2, f"precision=bf16-mixed {FSDP} {CLIP}"),
+    Mix("bf16-mixed 1f1b2 x full_shard2, full AC", 4, f"precision=bf16-mixed {FSDP} pp=1f1b {M4} activation=full"),
+    Mix("bf16-mixed tp2", 2, f"precision=bf16-mixed {TP}"),
+    Mix("bf16-true single", 1, "precision=bf16-true"),
+    Mix("bf16-true ddp2", 2, "precision=bf16-true strategy=ddp"),
+    Mix("bf16-true full_shard2", 2, f"precision=bf16-true {FSDP}"),
+    Mix("bf16-true zbv2", 2, f"precision=bf16-true pp=zbv {M4}"),
+    Mix("fp16-mixed single", 1, "precision=fp16-mixed"),
+    Mix("fp16-mixed ddp2, accumulation, clip", 2, f"precision=fp16-mixed strategy=ddp {ACC2} {CLIP}"),
+    Mix("fp16-mixed full_shard2", 2, f"precision=fp16-mixed {FSDP}"),
+    Mix("fp16-mixed gpipe2 x ddp2, clip", 4, f"precision=fp16-mixed strategy=ddp pp=gpipe {M4} {CLIP}"),
+    Mix("fp16-mixed zbv2", 2, f"precision=fp16-mixed pp=zbv {M4}"),
+]

@@ -1,0 +1,53 @@
+"""`fit`: one run of the framework's Trainer inside a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import Dataset
+from user_modules import Probe, loader
+
+from framework.plan import RunPlan
+from framework.trainer import Trainer
+
+
+def fit(
+    plan: RunPlan,
+    module: Callable[[], Any],
+    dataset: Dataset[Any],
+    *,
+    callbacks: Sequence[Callback] = (),
+    ckpt_path: str | None = None,
+    save_to: str | None = None,
+    logger: Any = None,
+    loss: str = "train_loss",
+    tensors: bool = True,
+) -> Probe:
+    """Train `module()` on `dataset`, in order, and return what the probe saw.
+
+    Args:
+        plan: of the run; this process is one of its ranks.
+        module: makes the LightningModule (`functools.partial(Scalar, w=1.0)`).
+        dataset: its samples are read in order.
+        callbacks: more callbacks.
+        ckpt_path: resume from here.
+        save_to: write a checkpoint here at the end.
+        logger: a Lightning logger.
+        loss: name under which the module logs its loss.
+        tensors: collect gradients and weights too.
+    """
+    probe = Probe(loss, tensors)
+    torch.manual_seed(plan.seed)
+    trainer = Trainer(plan, callbacks=[*callbacks, probe])
+    if logger is not None:
+        trainer.loggers = [logger]
+    trainer.fit(module(), loader(dataset, plan.batch.local_batch_size), ckpt_path=ckpt_path)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
+    probe.scale = trainer.precision_plugin.state_dict().get("scale", {}).get("scale")
+    probe.grad_norm = None if trainer.strategy.grad_norm is None else float(trainer.strategy.grad_norm)
+    probe.global_step = trainer.global_step
+    return probe

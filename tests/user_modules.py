@@ -1,0 +1,156 @@
+"""Modules, data and a probe as a user would write them: nothing here knows the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Scalar(LightningModule):
+    """One parameter `w` of shape (1,); the output is w * x, the loss its mean over the valid tokens (P07).
+
+    A batch is `{"x": [samples, tokens], "valid": the same shape of 0 and 1}`.
+    """
+
+    def __init__(self, w: float = 0.0, lr: float = 0.1, momentum: float = 0.0, halve: bool = False) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([w]))
+        self.lr, self.momentum, self.halve = lr, momentum, halve
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * x
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        valid = batch["valid"]
+        loss = (self(batch["x"]) * valid).sum() / valid.sum()
+        self.log("train_loss", loss)
+        return {"loss": loss, "weight": valid.sum()}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+        if not self.halve:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Rows(Dataset):
+    """Samples given as a mapping of tensors whose first dimension counts samples."""
+
+    def __init__(self, **columns: Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+def tokens(*samples: Sequence[float]) -> Rows:
+    """Samples of different lengths, padded with values that must not count."""
+    width = max(len(sample) for sample in samples)
+    x = torch.tensor([[*sample, *[1000.0] * (width - len(sample))] for sample in samples])
+    valid = torch.tensor([[1.0] * len(sample) + [0.0] * (width - len(sample)) for sample in samples])
+    return Rows(x=x, valid=valid)
+
+
+def loader(dataset: Dataset, batch_size: int) -> DataLoader:
+    """In order."""
+    return DataLoader(dataset, batch_size=batch_size, shuffle=False)
+
+
+class Mlp(LightningModule):
+    """Linear 4 to 8, ReLU, Linear 8 to 4 as two blocks; mean squared error; no weight returned: samples count alike."""
+
+    def __init__(self, lr: float = 0.1, momentum: float = 0.9, seed: int = 5) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 4), nn.ReLU())]
+        )
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
+        self.lr, self.momentum = lr, momentum
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self(batch["x"]), batch["y"])
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+def regression(samples: int, seed: int = 11, dtype: torch.dtype = torch.float32) -> Rows:
+    """Random `x` and `y` of 4 columns."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, samples, 4, generator=generator, dtype=torch.float64).to(dtype)
+    return Rows(x=x, y=y)
+
+
+class Probe(Callback):
+    """Collects, on every rank, what the reference is compared with.
+
+    All tensors are whole: shards are put together, and the parameters of other stages fetched.
+    """
+
+    def __init__(self, loss: str = "train_loss", tensors: bool = True) -> None:
+        self.loss = loss
+        self.tensors = tensors
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self.initial: dict[str, Tensor] = {}
+        self.final: dict[str, Tensor] = {}
+        self.rates: list[float] = []
+        self.optimizer_steps = 0
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.initial = gathered(pl_module.named_parameters())
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+        if self.tensors:
+            self.gradients.append(gathered((n, p.grad) for n, p in pl_module.named_parameters() if p.grad is not None))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step > self.optimizer_steps:
+            self.optimizer_steps = trainer.global_step
+            self.losses.append(float(trainer.callback_metrics[self.loss]))
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.final = gathered(pl_module.named_parameters())
+
+
+def gathered(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return whole tensors by name, from whichever ranks have them; raise if two ranks that have one don't agree."""
+    mine = {
+        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
+        for name, tensor in named
+        if not tensor.is_meta
+    }
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    everyone: list[Mapping[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    whole: dict[str, Tensor] = {}
+    for rank, theirs in enumerate(everyone):
+        for name, tensor in theirs.items():
+            if name in whole:
+                scale = whole[name].double().norm().clamp(min=1e-12)
+                apart = float((whole[name].double() - tensor.double()).norm() / scale)
+                if not apart <= 1e-6 and torch.isfinite(tensor).all():
+                    raise AssertionError(f"{name} on rank {rank} is {apart:.1e} away from that of the ranks before")
+            whole.setdefault(name, tensor)
+    return whole
