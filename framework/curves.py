@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 TRAIN_LOSS = ("train_loss_step", "train_loss", "train/loss", "loss_step", "loss")
 """Names under which a LightningModule may log its training loss; the first that is there is taken."""
@@ -14,7 +15,7 @@ VAL_LOSS = ("val_loss", "val/loss", "valid_loss", "validation_loss")
 """The same for the validation loss."""
 
 
-def pick(metrics: Mapping[str, float], names: Iterable[str]) -> float | None:
+def pick(metrics: Mapping[str, Any], names: Iterable[str]) -> float | None:
     """Return the value of the first of `names` that is in `metrics`, or None."""
     return next((float(metrics[name]) for name in names if name in metrics), None)
 

@@ -46,7 +46,7 @@ def finish_summary(
     """
     folder = Path(plan.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    empty = {
+    empty: dict[str, Any] = {
         "steps": 0, "loss_first": None, "loss_last": None, "val_loss": None, "tokens_per_second": None,
         "step_ms_p50": None, "peak_rss_mb": [], "params": None, "params_per_rank": [], "resumed_from": None,
     }  # fmt: skip

@@ -21,7 +21,7 @@ from framework.report import Report
 
 
 class Half(LightningModule):
-    """Loss 0.5 everywhere; each batch weighs 10."""
+    """Loss 0.5 everywhere."""
 
     def __init__(self, fail: bool = False) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Half(LightningModule):
             raise ValueError("boom")
         loss = self.layer(batch.view(-1, 1)).sum() * 0 + 0.5
         self.log("train_loss", loss)
-        return {"loss": loss, "weight": torch.tensor(10)}
+        return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", torch.tensor(0.25))
@@ -61,9 +61,9 @@ def test_without_a_terminal_plain_lines(tmp_path: Path, monkeypatch: pytest.Monk
     fit(tmp_path, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert lines[0] == "step 1/6  loss 0.5000"
-    assert re.fullmatch(r"step 3/6  loss 0\.5000  [\d,]+ tokens/s  0:00 left", lines[2])
+    assert re.fullmatch(r"step 3/6  loss 0\.5000  [\d,]+ samples/s  0:00 left", lines[2])
     assert [int(line.split("/")[0][5:]) for line in lines] == [1, 2, 3, 4, 5, 6, 6]
-    assert re.fullmatch(r"step 6/6  loss 0\.5000  val 0\.2500  [\d,]+ tokens/s  0:00 left", lines[-1])
+    assert re.fullmatch(r"step 6/6  loss 0\.5000  val 0\.2500  [\d,]+ samples/s  0:00 left", lines[-1])
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out.getvalue())
 
 
@@ -79,7 +79,7 @@ def test_on_a_terminal_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fit(tmp_path, Console(file=out, width=100, force_terminal=True, color_system=None))
     frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert "0/6" in frames
-    assert re.search(r"train ━+ 6/6 loss 0\.5000  val 0\.2500  [\d,]+ tokens/s", frames)
+    assert re.search(r"train ━+ 6/6 loss 0\.5000  val 0\.2500  [\d,]+ samples/s", frames)
     assert out.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor must be shown again"
 
 

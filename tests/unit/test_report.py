@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
@@ -30,10 +31,9 @@ PROMISED = {
 class Counting(LightningModule):
     """Loss is the number of training batches seen so far, so that every logged value is known in advance."""
 
-    def __init__(self, weight: int | None = None, fail_at: int | None = None) -> None:
+    def __init__(self, fail_at: int | None = None) -> None:
         super().__init__()
         self.layer = nn.Linear(1, 1)
-        self.weight = weight
         self.fail_at = fail_at
         self.seen = 0
 
@@ -43,7 +43,7 @@ class Counting(LightningModule):
             raise ValueError("boom")
         loss = self.layer(batch.view(-1, 1)).sum() * 0 + self.seen
         self.log("train_loss", loss)
-        return loss if self.weight is None else {"loss": loss, "weight": self.weight}
+        return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val_loss", torch.tensor(0.5 + self.seen))
@@ -59,15 +59,15 @@ class Counting(LightningModule):
 
 
 def fit(
-    run_dir: Path, module: Counting, epochs: int, *, ckpt_path: str | None = None, **settings: Any
+    run_dir: Path, module: Counting, epochs: int, *, ckpt_path: str | None = None, callbacks: Sequence[Callback] = ()
 ) -> tuple[Trainer, RunPlan]:
     """Train on 8 samples an epoch, batch 1, accumulation 4: 2 optimizer steps an epoch (case P41)."""
     plan = RunPlan(run_id="r", run_dir=str(run_dir), batch=BatchSpec(4, 1, 1, 4))
     trainer = Trainer(
         accelerator="cpu", max_epochs=epochs, accumulate_grad_batches=4, log_every_n_steps=1,
-        logger=[Csv(str(run_dir))], callbacks=[Report(plan)], enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, num_sanity_val_steps=0, use_distributed_sampler=False,
-        default_root_dir=str(run_dir), **settings,
+        logger=[Csv(str(run_dir))], callbacks=[*callbacks, Report(plan)], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0, use_distributed_sampler=False,
+        default_root_dir=str(run_dir),
     )  # fmt: skip
     loader: DataLoader[Any] = DataLoader(torch.arange(8.0), batch_size=1)  # type: ignore[arg-type]
     trainer.fit(module, loader, loader, ckpt_path=ckpt_path, weights_only=False)
@@ -108,12 +108,29 @@ def test_a_fresh_start_in_an_old_folder_begins_a_new_table(tmp_path: Path) -> No
     assert read_summary(tmp_path / "worker_summary.json")["start_step"] == 0
 
 
+class FakeWindow(Callback):
+    """What `framework.window.Window` would know: 28 tokens and loss 3 in each optimizer step of 4 batches."""
+
+    def __init__(self, weighted: bool) -> None:
+        self.counted = 0.0
+        self.weighted = weighted
+        self.loss: float | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.window = self  # type: ignore[attr-defined]
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self.counted += 28 if self.weighted else 4
+        self.loss = 3.0
+
+
 def test_rates_count_weights_or_samples(tmp_path: Path) -> None:
-    fit(tmp_path / "tokens", Counting(weight=7), 3)
+    fit(tmp_path / "tokens", Counting(), 3, callbacks=[FakeWindow(True)])
     tokens = read_summary(tmp_path / "tokens" / "worker_summary.json")
     # The first step is warm-up: 5 steps of 4 samples and 28 tokens are timed.
     assert tokens["tokens_per_second"] / tokens["samples_per_second"] == pytest.approx(7)
-    fit(tmp_path / "samples", Counting(), 3)
+    assert tokens["loss_first"] == tokens["loss_last"] == 3.0
+    fit(tmp_path / "samples", Counting(), 3, callbacks=[FakeWindow(False)])
     samples = read_summary(tmp_path / "samples" / "worker_summary.json")
     assert samples["tokens_per_second"] is None
     assert samples["samples_per_second"] > 0

@@ -45,7 +45,7 @@ class TensorBoard(TensorBoardLogger):
         """Tell TensorBoard that what earlier event files hold from `step` on is void."""
         if len(list(Path(self.log_dir).glob("events.out.tfevents.*"))) < 2:
             return
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
         start = self.clock.start_step + 1 if self.clock is not None else step
         self.experiment.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), start)
