@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -24,6 +26,8 @@ class ModelPart:
         foreign: parameters reachable from `module` that another stage owns (on the meta device).
         index: stage number, 0 first.
         stages: number of stages in all.
+        view: inside it `root` looks as this part sees it; entered around surgery on the part.
+        contexts: entered by the strategy around each step's forward and backward (`loss_parallel`, say).
     """
 
     root: LightningModule
@@ -33,6 +37,8 @@ class ModelPart:
     foreign: set[nn.Parameter] = field(default_factory=set)
     index: int = 0
     stages: int = 1
+    view: AbstractContextManager[None] = field(default_factory=nullcontext)
+    contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield each owned parameter once."""

@@ -1,1 +1,1 @@
-"""The only places that touch private names of torch and Lightning; `tests/contract/test_private_apis.py` watches each."""
+"""The only places that touch private names of torch and Lightning; each is watched by a test of `tests/contract`."""

@@ -24,7 +24,7 @@ def set_default_timeout(limit: timedelta) -> None:
 
 
 def group_timeouts() -> dict[str, timedelta]:
-    """Return the time limit of every group of this process: `<description> <number>` (and ` on <device>` if several)."""
+    """Return the time limit of every group of this process, under `<description> <number>`, ` on <device>` if several."""
     result = {}
     for group in distributed_c10d._world.pg_map:
         if not isinstance(group, distributed_c10d.ProcessGroup):

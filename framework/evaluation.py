@@ -1,0 +1,74 @@
+"""`Evaluation`: what `validation_step` and `test_step` log, counted once a sample over all ranks (P11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+
+from framework.metrics import Entry, Layout, Recorder, Totals
+from framework.window import read_output
+
+if TYPE_CHECKING:
+    from framework.data import Loaders
+
+Piece = tuple[Any, Mapping[str, Entry], Any]
+"""Output, logged entries and batch of one forward."""
+
+
+class Evaluation:
+    """Collects the logged values of one evaluation and replays them, reduced, at its end.
+
+    Args:
+        module: being evaluated.
+        recorder: catches its `self.log`.
+        contributes: whether this rank's values count.
+        device: of the reductions.
+    """
+
+    def __init__(self, module: LightningModule, recorder: Recorder, contributes: bool, device: torch.device) -> None:
+        self.module = module
+        self.recorder = recorder
+        self.contributes = contributes
+        self.device = device
+        self.totals = Totals()
+
+    def step(
+        self, run: Callable[[str, Any], Sequence[Piece]], method: str, loaders: Loaders | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run one batch; a filler batch (another rank still had samples) runs for its collectives but doesn't count."""
+        batch_index = kwargs.get("batch_idx", args[1] if len(args) > 1 else 0)
+        loader_index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
+        real = loaders is None or loaders.is_real(self.module.trainer, batch_index, loader_index)
+        pieces = run(method, *args, **kwargs)
+        for output, entries, batch in pieces:
+            if real and self.contributes:
+                _, weight, _ = read_output(output if isinstance(output, Mapping) else None, batch)
+                self.totals.add({self._name(name, entry, loader_index): entry for name, entry in entries.items()}, weight)
+        outputs = [output for output, _, _ in pieces]
+        return outputs[0] if len(outputs) == 1 else outputs or None
+
+    def _name(self, name: str, entry: Entry, loader_index: int) -> str:
+        """Name as Lightning would make it where there are several loaders."""
+        trainer = self.module.trainer
+        loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        several = isinstance(loaders, (list, tuple)) and len(loaders) > 1
+        if several and entry.options.get("add_dataloader_idx", True):
+            return f"{name}/dataloader_idx_{loader_index}"
+        return name
+
+    def finish(self) -> None:
+        """Reduce and replay; collective, called once at the end of each evaluation epoch."""
+        layout = Layout()
+        layout.agree(self.totals, self.contributes)
+        if layout.options:
+            payload = torch.stack(layout.pack(self.totals, self.device))
+            if dist.is_initialized():
+                dist.all_reduce(payload)
+            for name, value, weight, options in layout.unpack(payload, self.totals):
+                kept = {key: options[key] for key in ("prog_bar", "logger", "reduce_fx") if key in options}
+                self.recorder.replay(name, value, kept, float(weight))
+        self.totals.clear()

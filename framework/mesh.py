@@ -1,0 +1,55 @@
+"""`Mesh`: the one object that orders the axes; everybody else asks it by name.
+
+The rank list is laid out row-major over `plan.AXES` (pp outermost, tp innermost, so that tensor-parallel neighbours are
+nearest). Axes of size 1 exist like any other and need no special case.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from framework.plan import AXES, MeshSpec
+
+
+class Mesh:
+    """A `DeviceMesh` over all axes with named views.
+
+    Must be built on all ranks at the same point, after the process group was initialised.
+
+    Args:
+        spec: sizes of the axes; their product must be the world size.
+        device_type: `cpu` or `cuda`.
+    """
+
+    def __init__(self, spec: MeshSpec, device_type: str = "cpu") -> None:
+        if dist.get_world_size() != spec.world_size:
+            raise ValueError(f"The mesh {spec} has {spec.world_size} ranks, but {dist.get_world_size()} were started")
+        self.spec = spec
+        self.device_type = device_type
+        self.device_mesh: DeviceMesh = init_device_mesh(device_type, spec.shape, mesh_dim_names=AXES)
+        self._views: dict[tuple[str, ...], DeviceMesh] = {}
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the sub-mesh of one axis (1-D) or of several (N-D, in the order of `AXES`)."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if names not in self._views:
+            self._views[names] = self.device_mesh[names if len(names) > 1 else names[0]]
+        return self._views[names]
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`."""
+        return int(getattr(self.spec, axis))
+
+    def rank(self, axis: str) -> int:
+        """Coordinate of this rank on `axis`."""
+        return self.spec.coordinate(dist.get_rank())[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Process group of the ranks that differ from this one only on `axis`."""
+        return self[axis].get_group()
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of each batch this rank reads."""
+        return self.spec.data_rank(dist.get_rank())

@@ -1,0 +1,175 @@
+"""`self.log` by name: values logged in a step become the true global ones before any callback or logger sees them.
+
+Lightning pairs reductions by their order, so two ranks that log different keys get each other's numbers (P40). Here the
+values of a whole optimizer step are kept, weighted as the loss is, added up by name over the ranks that hold a loss
+(all data ranks; of a pipeline the last stage, of a tensor-parallel group one rank) in the one small all-reduce of
+`framework.agreement`, and only then handed to Lightning's own `self.log` on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from framework.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+@dataclass
+class Entry:
+    """One logged value: a local scalar, how it is reduced, and the arguments of `self.log` to replay."""
+
+    value: Tensor
+    reduction: str
+    batch_size: float | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def reduction_name(reduce_fx: Any, name: str) -> str:
+    """Return which of `REDUCTIONS` `self.log(..., reduce_fx=...)` asks for."""
+    found = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", str(reduce_fx))
+    found = {"avg": "mean", "amin": "min", "amax": "max"}.get(found.lower(), found.lower())
+    if found not in REDUCTIONS:
+        raise UsageError(
+            f"self.log({name!r}, reduce_fx={reduce_fx}) can't be reduced over ranks; use one of {', '.join(REDUCTIONS)}."
+        )
+    return found
+
+
+class Recorder:
+    """Catches `self.log` of one LightningModule while a step runs.
+
+    Installed on the instance for the length of a fit or an evaluation; outside `recording` every call goes through to
+    Lightning unchanged.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self.module = module
+        self._original: Callable[..., None] = module.log
+        self._entries: dict[str, Entry] | None = None
+
+    def install(self) -> None:
+        """Put the recorder in the way of `module.log`."""
+        self.module.log = self._log  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        self.module.__dict__.pop("log", None)
+
+    @contextmanager
+    def recording(self) -> Generator[dict[str, Entry], None, None]:
+        """Collect what the module logs inside; yields name -> entry, filled as the step runs."""
+        outer, self._entries = self._entries, {}
+        try:
+            yield self._entries
+        finally:
+            self._entries = outer
+
+    def replay(self, name: str, value: Tensor, options: Mapping[str, Any], weight: float) -> None:
+        """Call Lightning's own `self.log` with a value that is already global."""
+        self._original(name, value, **options, batch_size=max(1, round(weight)), sync_dist=False)
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if args:  # the positional order of Lightning's signature
+            kwargs = dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)) | kwargs
+        scalar = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        if self._entries is None or not scalar or kwargs.get("rank_zero_only"):
+            self._original(name, value, **kwargs)
+            return
+        reduction = reduction_name(kwargs.pop("reduce_fx", "mean"), name)
+        batch_size = kwargs.pop("batch_size", None)
+        for key in ("sync_dist", "sync_dist_group", "enable_graph", "metric_attribute", "rank_zero_only"):
+            kwargs.pop(key, None)  # replayed values are global already
+        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        self._entries[name] = Entry(tensor.reshape(()).double(), reduction, batch_size, kwargs | {"reduce_fx": reduction})
+
+
+class Totals:
+    """Weighted sums by name over several steps of one rank."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, tuple[Tensor, Tensor | float, Entry]] = {}
+
+    def add(self, entries: Mapping[str, Entry], weight: Tensor | float) -> None:
+        """Add one micro-step's entries; `weight` is that of its loss, unless `self.log` was given a batch size."""
+        for name, entry in entries.items():
+            w = entry.batch_size if entry.batch_size is not None else weight
+            # a step without valid tokens has no mean; its value (often NaN) must not count
+            value = torch.where(torch.as_tensor(w) > 0, entry.value * w, torch.zeros_like(entry.value))
+            if entry.reduction != "mean":
+                value = entry.value
+            if name in self.entries:
+                before, before_w, _ = self.entries[name]
+                value = {"min": torch.minimum, "max": torch.maximum}.get(entry.reduction, torch.add)(before, value)
+                w = before_w + w
+            self.entries[name] = (value, w, entry)
+
+    def clear(self) -> None:
+        """Start afresh."""
+        self.entries.clear()
+
+
+class Layout:
+    """The names that all ranks know, in one order: the layout of the payload of the step's all-reduce.
+
+    It only grows: a name that a rank doesn't log in some step has weight 0 there. A rank that meets a new name raises
+    the `changed` flag, upon which all ranks exchange their names once.
+    """
+
+    def __init__(self) -> None:
+        self.options: dict[str, tuple[str, dict[str, Any]]] = {}
+
+    def misses(self, totals: Totals) -> bool:
+        """Whether `totals` has a name that isn't agreed on yet."""
+        return any(name not in self.options for name in totals.entries)
+
+    def agree(self, totals: Totals, contributes: bool) -> None:
+        """Exchange names over all ranks (collective); names that only some contributing ranks have are reported."""
+        mine = {name: (entry.reduction, entry.options) for name, (_, _, entry) in totals.entries.items()}
+        everyone: list[tuple[bool, dict[str, Any]]] = [(contributes, mine)]
+        if dist.is_initialized():
+            everyone = [(False, {})] * dist.get_world_size()
+            dist.all_gather_object(everyone, (contributes, mine))
+        holders = [(rank, names) for rank, (holds, names) in enumerate(everyone) if holds]
+        for _, names in holders:
+            for name, how in names.items():
+                self.options.setdefault(name, how)
+        for name in self.options:
+            have = [rank for rank, names in holders if name in names]
+            if have and len(have) < len(holders) and (not dist.is_initialized() or dist.get_rank() == 0):
+                missing = sorted({rank for rank, _ in holders} - set(have))
+                log.warning("self.log(%r) was called on ranks %s but not on %s; it is the mean of the former", name, have, missing)
+
+    def pack(self, totals: Totals, device: torch.device) -> list[Tensor]:
+        """Return two scalars a name: weighted sum and weight; 0 for a name that this rank didn't log."""
+        packed: list[Tensor] = []
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        for name in self.options:
+            value, weight, _ = totals.entries.get(name, (zero, 0.0, None))
+            packed += [value.to(device), torch.as_tensor(weight, dtype=torch.float64, device=device)]
+        return packed
+
+    def unpack(self, payload: Tensor, totals: Totals) -> Generator[tuple[str, Tensor, Tensor, dict[str, Any]], None, None]:
+        """Yield name, global value, global weight and options from the reduced payload (`2 * len(options)` scalars)."""
+        for index, (name, (reduction, options)) in enumerate(self.options.items()):
+            value, weight = payload[2 * index], payload[2 * index + 1]
+            if reduction == "mean":
+                value = value / weight
+            elif reduction in ("min", "max"):
+                worst = float("inf") if reduction == "min" else float("-inf")
+                value = totals.entries[name][0].clone() if name in totals.entries else torch.tensor(worst).double()
+                value = value.to(payload.device)
+                if dist.is_initialized():
+                    dist.all_reduce(value, dist.ReduceOp.MIN if reduction == "min" else dist.ReduceOp.MAX)
+            yield name, value, weight, options

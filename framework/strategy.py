@@ -1,0 +1,401 @@
+"""`MeshStrategy`: the one Lightning strategy over the mesh.
+
+All axes need the same mesh, data coordinates, reductions, clipping and checkpoint code, mixes are products, and
+Lightning takes exactly one strategy; so the options act inside this one, through hooks, at build time. Only Lightning's
+public seams are used: the methods below are those of `lightning.pytorch.strategies.Strategy`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from framework import preemption, process_groups
+from framework.adapters import lightning_private
+from framework.checkpoint import StateKeeper
+from framework.clipping import clip_
+from framework.data import Loaders
+from framework.errors import RunFailedError
+from framework.evaluation import Evaluation, Piece
+from framework.mesh import Mesh
+from framework.parallelize import parallelize
+from framework.parts import ModelPart
+from framework.plan import RunPlan
+from framework.plugin_manager import manager_for
+from framework.precision import Precision
+from framework.window import Window
+
+if TYPE_CHECKING:
+    from pluggy import PluginManager
+
+    from framework.pipeline import Pipeline
+
+log = logging.getLogger(__name__)
+
+
+class MeshStrategy(ParallelStrategy):
+    """Runs a LightningModule over the mesh of a plan.
+
+    Args:
+        plan: the run.
+        spawn: start workers through Lightning's own spawn launcher; False: this process is a worker already.
+    """
+
+    def __init__(self, plan: RunPlan, spawn: bool = False) -> None:
+        super().__init__()
+        self.plan = plan
+        self.num_nodes = plan.num_nodes
+        self._spawn = spawn
+        self._manager: PluginManager | None = None
+        self._mesh: Mesh | None = None
+        self.parts: list[ModelPart] = []
+        self.pipeline: Pipeline | None = None
+        self.window: Window | None = None
+        self.evaluation: Evaluation | None = None
+        self.loaders: Loaders | None = None
+        self.state: StateKeeper | None = None
+        self.grad_norm: Tensor | None = None
+        """Norm before clipping of the last optimizer step, 0-dim; None without clipping."""
+        self._forward_redirection = lightning_private.forward_redirection()
+
+    # -- where we are ----------------------------------------------------------------------------------------------
+    @property
+    def manager(self) -> PluginManager:
+        """The chosen components; rebuilt in each process, since a manager doesn't pickle."""
+        if self._manager is None:
+            self._manager = manager_for(self.plan)
+        return self._manager
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh; exists once the processes are connected."""
+        if self._mesh is None:
+            raise RunFailedError("The mesh exists only after the processes were connected (in Trainer.fit).")
+        return self._mesh
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks custom strategies this before it gives a loader a sampler; ours come from `framework.data`."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return self.plan.local_world_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data coordinates: ranks that differ only on tp, pp or cp read the same samples."""
+        return {"num_replicas": self.plan.mesh.data_ranks, "rank": self.plan.mesh.data_rank(self.global_rank)}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment (and with it `rank_zero_only`) which rank this is."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.plan.world_size)
+        lightning_private.set_rank_zero(self.global_rank)
+
+    def _configure_launcher(self) -> None:
+        if self._spawn:
+            self._launcher = lightning_private.spawn_launcher(self)
+
+    def setup_environment(self) -> None:
+        """Connect the processes (unless the worker did) and build the mesh."""
+        super().setup_environment()
+        self.set_world_ranks()
+        if not dist.is_initialized():  # Lightning's own launcher started this process
+            assert self.cluster_environment is not None
+            process_groups.use_timeout(timedelta(seconds=self.plan.timeout_s))
+            backend = process_groups.backend_for(self.plan.accelerator)
+            lightning_private.init_process_group(self.cluster_environment, backend, self.plan.timeout_s)
+        if self._mesh is None:
+            self._mesh = Mesh(self.plan.mesh, self.plan.accelerator)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_manager": None}
+
+    # -- building --------------------------------------------------------------------------------------------------
+    def setup(self, trainer: LightningTrainer) -> None:
+        """Turn the module into this rank's parts, then build optimizer and schedule."""
+        module, precision = self._module, self._precision
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._check_module(module, trainer)
+        if not self.parts or self.parts[0].root is not module:
+            self.parts = parallelize(module, self.manager.hook, self.mesh, self.plan, precision, self.root_device)
+            self.pipeline = self.manager.hook.make_schedule(parts=self.parts, mesh=self.mesh, plan=self.plan)
+        self.model = self.parts[0].module if self.pipeline is None else module
+        last = self.parts[-1].index == self.parts[-1].stages - 1
+        contributes = last and self.mesh.rank("tp") == 0
+        self.window = Window(module, self.plan, contributes, self.root_device)
+        self.evaluation = Evaluation(module, self.window.recorder, contributes, self.root_device)
+        self.window.recorder.install()
+        if self.pipeline is not None:
+            self.pipeline.recording = self.window.recorder.recording
+        precision.clip = self._clip
+        precision.drop_step = self.window.take_drop
+        self.state = StateKeeper(self, module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            made = self.manager.hook.make_optimizer(module=module, plan=self.plan)
+            if made is not None:
+                module.configure_optimizers = lambda: made  # type: ignore[method-assign]
+            self.setup_optimizers(trainer)
+            self._hold_schedule_on_skipped_steps(module, trainer)
+        self.setup_precision_plugin()
+        self.barrier("setup")
+
+    def _check_module(self, module: LightningModule, trainer: LightningTrainer) -> None:
+        problems = [
+            problem
+            for problems in self.manager.hook.check_model(plan=self.plan, model=module)
+            for problem in problems
+        ]
+        if problems and trainer.state.fn == TrainerFn.FITTING:
+            from framework.errors import PlanError
+
+            raise PlanError(problems)
+
+    def _hold_schedule_on_skipped_steps(self, module: LightningModule, trainer: LightningTrainer) -> None:
+        """A step that was skipped must not move a per-step learning-rate schedule (P33)."""
+        original = module.lr_scheduler_step
+        precision = self._precision
+
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+            per_step = any(c.scheduler is scheduler and c.interval == "step" for c in trainer.lr_scheduler_configs)
+            if not (per_step and precision.last_step_skipped):
+                original(scheduler, metric)
+
+        module.lr_scheduler_step = lr_scheduler_step  # type: ignore[method-assign]
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _precision(self) -> Precision:
+        assert isinstance(self.precision_plugin, Precision)
+        return self.precision_plugin
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give each loader the batches of this data rank."""
+        if self.loaders is None:
+            self.loaders = Loaders(self.plan, self.manager, self.mesh.data_rank)
+        return self.loaders.process(dataloader, self._module.trainer)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _contexts(self) -> Generator[None, None, None]:
+        with ExitStack() as stack:
+            for part in self.parts:
+                for context in part.contexts:
+                    stack.enter_context(context())
+            yield
+
+    def _run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a step method of the module so that hooks of its data-parallel wrap fire."""
+        module = self._module
+        wrapped = self.model is not module or lightning_private.has_forward_hooks(module)
+        if wrapped:
+            return self._forward_redirection(self.model, module, method, *args, **kwargs)
+        return getattr(module, method)(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""
+        with self._precision.train_step_context(), self._contexts():
+            if not self._module.automatic_optimization:
+                return self._run("training_step", *args, **kwargs)
+            assert self.window is not None
+            if self.pipeline is not None:
+                return self.pipeline.training_step(self.window, self._precision, *args, **kwargs)
+            with self.window.recorder.recording() as entries:
+                output = self._run("training_step", *args, **kwargs)
+            return self.window.close_micro_step(output, entries, args[0], stop=preemption.requested())
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of one micro-step; at the last one of a window divide by the true weight of the whole window."""
+        module, precision = self._module, self._precision
+        if not module.automatic_optimization:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        window = self.window
+        assert window is not None
+        weighed = closure_loss if self.pipeline is not None else window.weigh(closure_loss)
+        loss = precision.pre_backward(weighed, module)
+        if self.pipeline is not None:
+            self.pipeline.merge_gradients()
+        else:
+            with window.guarded(loss), self._contexts():
+                precision.backward(loss, module, optimizer, *args, **kwargs)
+        if window.last:
+            window.normalise(p for part in self.parts for p in part.parameters())
+        return precision.post_backward(loss, module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """All micro-steps of a window but the last: gradients stay on the rank."""
+        assert self.window is not None
+        with ExitStack() as stack:
+            stack.enter_context(self.window.accumulating())
+            if isinstance(self.model, DistributedDataParallel):
+                stack.enter_context(self.model.no_sync())
+            elif self.pipeline is None and hasattr(self.model, "set_requires_gradient_sync"):
+                self.model.set_requires_gradient_sync(False)
+                stack.callback(self.model.set_requires_gradient_sync, True)
+            yield
+
+    def _clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        algorithm = str(self.plan.trainer.get("gradient_clip_algorithm", algorithm))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.grad_norm = clip_(
+            parameters,
+            self.mesh,
+            value,
+            norm_type=float("inf") if algorithm == "inf_norm" else 2.0,
+            algorithm="value" if algorithm == "value" else "norm",
+        )
+
+    def _evaluate(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.evaluation is not None
+        with self._precision.val_step_context(), self._contexts():
+            run = self._evaluate_whole if self.pipeline is None else self.pipeline.evaluation_step
+            return self.evaluation.step(run, method, self.loaders, *args, **kwargs)
+
+    def _evaluate_whole(self, method: str, *args: Any, **kwargs: Any) -> list[Piece]:
+        assert self.window is not None
+        with self.window.recorder.recording() as entries:
+            output = self._run(method, *args, **kwargs)
+        return [(output, entries, args[0])]
+
+    def finish_evaluation(self) -> None:
+        """Make the metrics of an evaluation epoch global; collective."""
+        assert self.evaluation is not None
+        self.evaluation.finish()
+        for part in self.parts:  # forwards without a backward leave parameters gathered
+            for module in part.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `validation_step`; what it logs is counted once a sample over all ranks."""
+        return self._evaluate("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `test_step`."""
+        return self._evaluate("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `predict_step`."""
+        with self._precision.predict_step_context(), self._contexts():
+            return self._run("predict_step", *args, **kwargs)
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a metric over the data axes (ranks that differ on tp or pp hold the same value)."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        result = tensor.to(self.root_device).clone()
+        name = str(reduce_op or "sum").lower().removeprefix("redoptype.")
+        name = {"avg": "mean"}.get(name, name)
+        op = getattr(dist.ReduceOp, {"mean": "SUM"}.get(name, name.upper()))
+        if group is not None:
+            dist.all_reduce(result, op, group=group)
+            return result / dist.get_world_size(group) if name == "mean" else result
+        for axis in ("dp_replicate", "dp_shard", "cp"):
+            if self.mesh.size(axis) > 1:
+                dist.all_reduce(result, op, group=self.mesh.group(axis))
+        return result / (self.plan.mesh.data_ranks * self.plan.mesh.cp) if name == "mean" else result
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all (or any) ranks of the world decided so."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from global rank `src` to all."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src=src)
+        return box[0]
+
+    def model_to_device(self) -> None:
+        """Nothing to do: `parallelize` puts each shard on its device."""
+
+    # -- state -----------------------------------------------------------------------------------------------------
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """State is loaded into the shards, so they have to exist."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """`StateKeeper` restores optimizers by parameter name."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return this rank's shards by global name."""
+        assert self.state is not None
+        return self.state.module_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return this rank's shards of one optimizer's state by global name."""
+        assert self.state is not None
+        return self.state.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint; collective."""
+        assert self.state is not None
+        self.state.save(checkpoint, filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint into the shards; collective. Returns what Lightning restores itself."""
+        assert self.state is not None
+        return self.state.load(checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Nothing to do: `load_checkpoint` filled the shards."""
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Nothing to do: `load_checkpoint` filled the optimizers."""
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint; rank 0 does it."""
+        assert self.state is not None
+        self.state.remove(filepath)
+
+    def teardown(self) -> None:
+        """Undo what was put on the module's instance."""
+        if self.window is not None:
+            self.window.recorder.remove()
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()

@@ -1,0 +1,86 @@
+"""`Trainer`: Lightning's Trainer, built from a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from framework import objects
+from framework.plan import RunPlan
+from framework.plugin_manager import manager_for
+from framework.strategy import MeshStrategy
+
+
+class MeshCallback(Callback):
+    """The moments of a run at which the strategy has to act; first in the list, so that others see its results."""
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make validation metrics global before anybody reads them."""
+        strategy_of(trainer).finish_evaluation()
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make test metrics global before anybody reads them."""
+        strategy_of(trainer).finish_evaluation()
+
+
+def strategy_of(trainer: pl.Trainer) -> MeshStrategy:
+    """Return the trainer's strategy; TypeError if it isn't ours."""
+    if not isinstance(trainer.strategy, MeshStrategy):
+        raise TypeError(f"This needs framework.Trainer, not {type(trainer).__name__}.")
+    return trainer.strategy
+
+
+class Trainer(pl.Trainer):
+    """Lightning's Trainer with everything chosen by a `RunPlan`.
+
+    Any Lightning callback, logger and LightningModule works with it.
+
+    Args:
+        plan: the run, from `framework.compose` or `framework.testing.plan`.
+        spawn: start the plan's ranks through Lightning's own spawn launcher (for tests in one Python process); False:
+            this process already is one rank, as in `framework.worker` or under torchrun.
+        callbacks: more Lightning callbacks, after those of the plan.
+        logger: False = no logger, whatever the plan says.
+    """
+
+    def __init__(
+        self, plan: RunPlan, *, spawn: bool = False, callbacks: list[Callback] | None = None, logger: bool = True
+    ) -> None:
+        self.plan = plan
+        hook = manager_for(plan).hook
+        strategy = MeshStrategy(plan, spawn=spawn)
+        strategy.precision_plugin = hook.make_precision(plan=plan)
+        settings = {key: value for key, value in plan.trainer.items() if value is not None}
+        settings["accumulate_grad_batches"] = plan.batch.accumulation
+        if settings.get("gradient_clip_algorithm") == "inf_norm":
+            settings["gradient_clip_algorithm"] = "norm"  # Lightning knows two; `MeshStrategy` reads the plan's own
+        if settings.get("gradient_clip_val") is None:
+            settings.pop("gradient_clip_algorithm", None)
+        made_callbacks = [MeshCallback()]
+        for more in hook.make_callbacks(plan=plan):
+            made_callbacks += more
+        made_callbacks += [objects.build(spec) for spec in (plan.components.get("callbacks") or {}).values()]
+        loggers = [one for more in hook.make_loggers(plan=plan) for one in more]
+        loggers += [objects.build(spec) for spec in (plan.components.get("logger") or {}).values()]
+        super().__init__(
+            accelerator=plan.accelerator,
+            devices=plan.local_world_size,
+            num_nodes=plan.num_nodes,
+            strategy=strategy,
+            callbacks=made_callbacks + (callbacks or []),
+            logger=loggers if logger and loggers else False,
+            default_root_dir=plan.run_dir,
+            use_distributed_sampler=False,
+            enable_checkpointing=any(is_checkpoint(callback) for callback in made_callbacks),
+            enable_model_summary=False,
+            **settings,
+        )
+
+
+def is_checkpoint(callback: Any) -> bool:
+    """Whether Lightning counts a callback as a checkpoint callback."""
+    from lightning.pytorch.callbacks import Checkpoint
+
+    return isinstance(callback, Checkpoint)

@@ -1,0 +1,204 @@
+"""`Window`: one optimizer step, from its first micro-step to its division by the true number of tokens.
+
+With w_i the weight (valid tokens, or samples) and l_i the mean loss of micro-batch i, the gradient of an optimizer step is
+
+    grad(sum_i w_i l_i) / sum_i w_i        over all data ranks, accumulation steps and micro-batches of the step.
+
+Its denominator is known only at the end. So each micro-batch is weighed against a fixed reference weight, gradients
+are averaged as if all weights were equal to it, and one factor at the end corrects the difference; for equal weights and
+full windows the factor is exactly 1 and nothing is multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from framework import preemption
+from framework.adapters import torch_private
+from framework.agreement import Step, agree
+from framework.errors import RunFailedError, UsageError
+from framework.metrics import Entry, Layout, Recorder, Totals
+from framework.plan import RunPlan
+from framework.precision import local
+
+
+def batch_size(batch: Any) -> int:
+    """Return dim 0 of the first tensor of a batch, or the length of the first list; 1 if there is neither."""
+    for leaf in torch.utils._pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.size(0)
+    return 1
+
+
+def read_output(output: Any, batch: Any) -> tuple[Tensor | None, Tensor | float, bool]:
+    """Return loss, weight and whether the module gave the weight, from what `training_step` returned."""
+    if isinstance(output, Mapping):
+        loss, weight = output.get("loss"), output.get("weight")
+    else:
+        loss, weight = output, None
+    if loss is not None and not isinstance(loss, Tensor):
+        raise UsageError(
+            f"training_step returned {type(loss).__name__} as its loss; return a 0-dim tensor, "
+            'or {"loss": mean, "weight": tokens}.'
+        )
+    if weight is None:
+        return loss, float(batch_size(batch)), False
+    return loss, weight.detach() if isinstance(weight, Tensor) else float(weight), True
+
+
+class Window:
+    """State of the current optimizer step on this rank; one object for the whole run.
+
+    Args:
+        module: whose `self.log` is recorded.
+        plan: batch arithmetic and the policy for losses that aren't finite.
+        contributes: whether this rank's losses and metrics count.
+        device: of the agreement.
+    """
+
+    def __init__(self, module: LightningModule, plan: RunPlan, contributes: bool, device: torch.device) -> None:
+        self.module = module
+        self.plan = plan
+        self.contributes = contributes
+        self.device = device
+        self.recorder = Recorder(module)
+        self.layout = Layout()
+        self.totals = Totals()
+        self.last = True
+        """Whether the current micro-step ends its window."""
+        self.reference: float | None = None
+        """Weight of one micro-batch that counts as 1; agreed at the first micro-step of the run."""
+        self.token_reference: float | None = None
+        """The reference weight that a pipeline uses before it knows whether the module returns weights."""
+        self.samples: float = 0.0
+        """Global weight of the current window so far."""
+        self.counted: float = 0.0
+        """Weight of all optimizer steps that this process finished, over all ranks."""
+        self.weighted = False
+        """Whether the module returns weights (tokens); else weights are samples."""
+        self.loss: float | None = None
+        """Mean loss of the last finished optimizer step over all ranks; None before the first."""
+        self._loss_sum = 0.0
+        self._weight: Tensor | float = 1.0
+        self._drop = False
+
+    # -- one micro-step --------------------------------------------------------------------------------------------
+    @contextmanager
+    def accumulating(self) -> Generator[None, None, None]:
+        """Micro-steps inside don't end the window."""
+        self.last = False
+        try:
+            yield
+        finally:
+            self.last = True
+
+    def close_micro_step(self, output: Any, entries: Mapping[str, Entry], batch: Any, stop: bool) -> Any:
+        """Agree with all ranks on one micro-step; return what Lightning shall see as the output of `training_step`."""
+        loss, weight, weighted = read_output(output, batch)
+        self.totals.add(entries, weight)
+        step = self.agree(loss, weight, weighted, stop)
+        if self.reference is None:
+            self.reference = step.weight / (self.plan.mesh.data_ranks * self.plan.mesh.cp) or None
+        self._weight = weight
+        if self._drop:
+            return {"loss": torch.zeros((), device=self.device, requires_grad=True)}
+        return output
+
+    def agree(self, loss: Tensor | None, weight: Tensor | float, weighted: bool, stop: bool) -> Step:
+        """One all-reduce over the world; applies what it says about stopping and about bad losses, replays metrics."""
+        step, metrics = agree(
+            loss=loss,
+            weight=weight,
+            weighted=weighted,
+            contributes=self.contributes,
+            stop=stop,
+            totals=self.totals if self.last else None,
+            layout=self.layout,
+            device=self.device,
+        )
+        preemption.agree(step.stop > 0)
+        self.samples += step.weight
+        self._loss_sum += step.loss
+        self.weighted = step.weighted
+        if step.bad:
+            self._on_bad_loss(loss)
+        if self.last:
+            for name, value, value_weight, options in self.layout.unpack(metrics, self.totals):
+                w = float(value_weight)
+                if w > 0 or options["reduce_fx"] in ("min", "max"):
+                    self.recorder.replay(name, value, options, w)
+            self.totals.clear()
+        return step
+
+    def _on_bad_loss(self, loss: Tensor | None) -> None:
+        step = self.module.trainer.global_step
+        if self.plan.on_nonfinite == "skip":
+            self._drop = True
+            return
+        mine = None if not self.contributes else "None" if loss is None else str(float(loss))
+        values: list[str | None] = [mine]
+        if dist.is_initialized():
+            values = [None] * dist.get_world_size()
+            dist.all_gather_object(values, mine)
+        bad = [
+            f"rank {rank} ({value})"
+            for rank, value in enumerate(values)
+            if value is not None and (value == "None" or not torch.isfinite(torch.tensor(float(value))))
+        ]
+        raise RunFailedError(
+            f"The loss isn't finite on {', '.join(bad)} at step {step}; all ranks stopped together, the weights are "
+            "those before this step. Type on_nonfinite=skip to leave such steps out."
+        )
+
+    # -- its backward ----------------------------------------------------------------------------------------------
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return the loss times this micro-batch's weight over the reference weight."""
+        if self._drop or self.reference is None:
+            return loss
+        ratio = self._weight / self.reference
+        if isinstance(ratio, Tensor):
+            return loss * ratio.to(loss)
+        return loss if ratio == 1.0 else loss * ratio
+
+    @contextmanager
+    def guarded(self, loss: Tensor) -> Generator[None, None, None]:
+        """Backward inside leaves zero gradients, not NaN, if the micro-batch had no valid token (0 / 0)."""
+        if not self._drop and float(self._weight) == 0.0:
+            with torch_private.zero_leaf_gradients(loss):
+                yield
+        else:
+            yield
+
+    # -- its end ---------------------------------------------------------------------------------------------------
+    def normalise(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divide by the true weight of the window; call once, after the last backward, before clipping."""
+        batch, mesh = self.plan.batch, self.plan.mesh
+        pieces = mesh.data_ranks * mesh.cp * batch.accumulation * batch.microbatches
+        total, self.samples = self.samples, 0.0
+        loss_sum, self._loss_sum = self._loss_sum, 0.0
+        self.counted += total
+        self.loss = loss_sum / total if total else None
+        if total == 0.0:
+            self._drop = True
+        if self._drop or self.reference is None:
+            return
+        factor = pieces * self.reference / total
+        if factor != 1.0:
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+            for gradients in by_dtype.values():
+                torch._foreach_mul_(gradients, factor)
+
+    def take_drop(self) -> bool:
+        """Whether this optimizer step must be dropped; forgets it."""
+        drop, self._drop = self._drop, False
+        return drop

@@ -1,0 +1,91 @@
+"""`strategy=fsdp`: parameters, gradients and optimizer state sharded over ranks with FSDP2 (`fully_shard`).
+
+Zhao et al., PyTorch FSDP (2023); Rajbhandari et al., ZeRO (2020), stage 3 (`full_shard`) or 2 (`shard_grad_op`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from framework import Problem, Requirements, RunPlan, hookimpl
+
+if TYPE_CHECKING:
+    from framework.mesh import Mesh
+    from framework.parts import ModelPart
+
+SHARDINGS = ("full_shard", "shard_grad_op")
+
+
+@dataclass(kw_only=True, eq=False)
+class FSDP:
+    """Fully sharded data parallel.
+
+    Attributes:
+        sharding: `full_shard` frees a block's parameters after its forward and gathers them again for its backward;
+            `shard_grad_op` keeps them until the backward: one gather less, more memory. With a pipeline parameters
+            always stay until the last backward of a step (schedules that split the backward would lose gradients).
+        replicas: number of sharded copies (hybrid sharding): gradients are also averaged over the copies.
+        size: ranks that one copy is sharded over; null = what `devices` leaves.
+        cpu_offload: parameters, gradients and optimizer state live in host memory.
+    """
+
+    sharding: str = "full_shard"
+    replicas: int = 1
+    size: int | None = None
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sharding not in SHARDINGS:
+            raise ValueError(f"strategy.sharding={self.sharding} is unknown; choose {' or '.join(SHARDINGS)}.")
+        if self.replicas < 1:
+            raise ValueError(f"strategy.replicas={self.replicas} must be at least 1.")
+
+    @hookimpl
+    def mesh_axes(self) -> Mapping[str, int | None]:
+        """Shards on `dp_shard`, copies on `dp_replicate`."""
+        return {"dp_replicate": self.replicas, "dp_shard": self.size}
+
+    @hookimpl
+    def requirements(self) -> Requirements:
+        """Gives data parallelism and sharded parameters; needs a sampler that shards."""
+        return Requirements(
+            needs=frozenset({"data_sharding"}),
+            gives=frozenset({"data_parallel", "shards_parameters"}),
+            why={"data_sharding": "ranks would train on the same samples"},
+        )
+
+    @hookimpl
+    def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
+        """`full_shard` with a pipeline is kept from resharding; say so rather than ignore it."""
+        return []
+
+    @hookimpl
+    def apply_data_parallel(self, part: ModelPart, mesh: Mesh, plan: RunPlan) -> None:
+        """Shard each block as a unit of its own, then the rest of the part with its root."""
+        import torch
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else "dp_shard"
+        on_gpu = plan.accelerator == "cuda"
+        for block_or_root in (*part.blocks.values(), part.module):
+            fully_shard(
+                block_or_root,
+                mesh=mesh[axes],
+                # a pipeline runs several forwards before a backward: resharding in between drops zero-bubble gradients
+                reshard_after_forward=self.sharding == "full_shard" and part.stages == 1,
+                # gradients are reduced in fp32 (fp64 for fp64), whatever the weights are
+                mp_policy=MixedPrecisionPolicy(
+                    reduce_dtype=torch.float32 if _lowest(part) in (torch.bfloat16, torch.float16) else None,
+                    cast_forward_inputs=False,
+                ),
+                offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if self.cpu_offload else OffloadPolicy(),
+                ignored_params=part.foreign,
+            )
+        assert isinstance(part.module, FSDPModule)
+
+
+def _lowest(part: ModelPart) -> object:
+    """Return the dtype of the part's first floating-point parameter."""
+    return next((p.dtype for p in part.parameters() if p.is_floating_point()), None)
