@@ -115,12 +115,10 @@ class WorkerPool:
             RanksError: a rank failed or the time ran out.
         """
         self._start(world_size)
-        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
         self._calls += 1
-        store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-        )
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         base = {
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
