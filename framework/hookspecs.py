@@ -14,7 +14,7 @@ The whole run::
     config_roots, config_groups, commands              on_worker_start
     (Hydra composes)                                   make_precision, make_checkpoint_io, make_strategy
     mesh_axes -> mesh                                  make_loggers, make_callbacks
-    requirements, check_plan, check_model              Trainer.fit:
+    requirements, check_plan, check_model, split_dims  Trainer.fit:
     process_env                                            make_stages                     (model on the meta device)
     make_launcher, make_restart_policy                     each stage:
     start workers ------------------------------------>        apply_tensor_parallel
@@ -98,6 +98,14 @@ class PlanSpecs:
     @hookspec
     def check_model(self, plan: RunPlan, model: Any) -> Sequence[Problem]:
         """All complaints about the LightningModule `model` (parameters on the meta device where it allows that)."""
+        raise AssertionError("a specification")
+
+    @hookspec
+    def split_dims(self, plan: RunPlan, model: Any) -> Mapping[str, int]:
+        """Which dim of which parameter tensor parallelism will cut over axis `tp`: global name -> dim; others stay whole.
+
+        Asked for the start screen's bytes a rank; `model` may lie on the meta device and must not be changed.
+        """
         raise AssertionError("a specification")
 
     @hookspec

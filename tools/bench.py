@@ -1,0 +1,85 @@
+"""Benchmarks: `python tools/bench.py overhead | memory | start [--json FILE]`. Prints a table; `--json` keeps the figures.
+
+They measure, they don't judge: nothing here is a timed test. Run them on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+def main() -> None:
+    """Parse the command line, measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    commands = parser.add_subparsers(dest="command", required=True)
+    overhead = commands.add_parser("overhead", help="CPU ms a step: hand-written loop, plain Lightning, the framework")
+    overhead.add_argument("--cases", nargs="+", default=["single", "ddp", "fsdp"])
+    overhead.add_argument("--rounds", type=int, default=5, help="how often each side runs")
+    overhead.add_argument("--warmup", type=int, default=20, help="steps that aren't measured")
+    overhead.add_argument("--steps", type=int, default=220, help="steps in all")
+    overhead.add_argument("--bar", action="store_true", help="with each side's progress bar")
+    overhead.add_argument("--profile", action="store_true", help="where the time goes (slows every side down)")
+    memory = commands.add_parser("memory", help="bytes a rank counted from tensors, against the arithmetic of the plan")
+    memory.add_argument("--mixes", nargs="+", help="names of mixes; default: all")
+    start = commands.add_parser("start", help="from the command to the first step, and from kill -9 to the next one")
+    start.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    # Before torch is imported: one thread a rank, as a launcher would set on this many cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    from rich.console import Console
+
+    report, shown = measure(arguments)
+    Console().print(shown)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**machine(), arguments.command: report}, indent=2) + "\n")
+
+
+def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """Run the chosen benchmark; return its figures and a table of them."""
+    if arguments.command == "overhead":
+        from benchmarks import overhead
+
+        report = overhead.measure(
+            arguments.cases, arguments.rounds, arguments.warmup, arguments.steps, arguments.bar, arguments.profile
+        )
+        return report, overhead.table(report)
+    if arguments.command == "memory":
+        from benchmarks import memory
+
+        report = memory.measure(arguments.mixes)
+        return report, memory.table(report)
+    from benchmarks import start
+
+    report = start.measure(arguments.rounds)
+    return report, start.table(report)
+
+
+def machine() -> dict[str, Any]:
+    """Say what the figures were measured on."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "commit": commit,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_1min": os.getloadavg()[0],
+        "torch": torch.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main()
