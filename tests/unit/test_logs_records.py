@@ -278,7 +278,7 @@ def test_launcher_completes_what_rank_zero_left(tmp_path: Path, capsys: pytest.C
     write(tmp_path, 1, (100.5, "hello"), (101, "last words"))
     write(tmp_path, 1, (102, "disk full"), level=logging.ERROR)
     plugin = RankZero()
-    plugin.on_worker_failure(plan, Failure(1, "was killed by SIGKILL", -9, 103.0), 0)
+    plugin.on_worker_failure(plan, Failure(1, "killed by SIGKILL", -9, 103.0), 0)
     plugin.on_run_end(plan, None)
     lines = global_lines(tmp_path)
     assert lines[:3] == ["INFO app [ranks 0-1] hello", "INFO app [rank 1] last words", "ERROR app [rank 1] disk full"]

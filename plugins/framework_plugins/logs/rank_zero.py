@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework import hookimpl
 from framework.errors import UsageError
+from framework.failures import headline
 from framework.log_merge import GlobalLog, Said, complete, label
 from framework.log_records import LAUNCHER, MARKER, RankLog, log_file, plain
 from framework.redaction import SECRET_NAMES, Redactor
@@ -92,7 +93,7 @@ class RankZero:
     def on_worker_failure(self, plan: RunPlan, failure: Failure, attempt: int) -> None:
         """Write why a rank died into the launcher's own file, and bring `global.log` up to date."""
         log = RankLog(log_file(plan.run_dir, LAUNCHER), Redactor(names=self.secret_names))
-        text = f"attempt {attempt} ended: rank {failure.rank} {failure.message}"
+        text = f"attempt {attempt} ended: {headline(failure)}"
         log.emit(logging.LogRecord("framework.launch", logging.ERROR, "", 0, text, None, None))
         log.close()
         self._finish(plan)
