@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from framework import objects
+from framework.errors import PlanError, Problem
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
+from framework.schema import TrainerSettings
 from framework.strategy import MeshStrategy
 
 
@@ -49,6 +52,7 @@ class Trainer(pl.Trainer):
         self, plan: RunPlan, *, spawn: bool = False, callbacks: list[Callback] | None = None, logger: bool = True
     ) -> None:
         self.plan = plan
+        check_settings(plan)
         hook = manager_for(plan).hook
         strategy = MeshStrategy(plan, spawn=spawn)
         strategy.precision_plugin = hook.make_precision(plan=plan)
@@ -77,6 +81,15 @@ class Trainer(pl.Trainer):
             enable_model_summary=False,
             **settings,
         )
+
+
+def check_settings(plan: RunPlan) -> None:
+    """Refuse arguments that Lightning takes and ignores beside a strategy of our own (`sync_batchnorm`, `precision`)."""
+    known = {field.name for field in fields(TrainerSettings)}
+    reason = "Lightning's Trainer would take it and it would do nothing, or undo what the plan says"
+    problems = [Problem(f"trainer.{name}={value}", reason) for name, value in plan.trainer.items() if name not in known]
+    if problems:
+        raise PlanError(problems)
 
 
 def is_checkpoint(callback: Any) -> bool:

@@ -50,7 +50,7 @@ def make_plan(
     if strategy:
         chosen["strategy"] = option("strategy", strategy)
     if pp:
-        chosen["pp"] = option("pp", pp, stages=stages, microbatches=microbatches)
+        chosen["pp"] = option("pp", pp, size=stages, microbatches=microbatches)
     if tp > 1:
         chosen["tp"] = option("tp", "dtensor", size=tp)
     return RunPlan(

@@ -92,7 +92,7 @@ MIXES = [
     Mix("ddp2, static graph, selective AC", 2, "strategy=ddp strategy.static_graph=true activation=selective"),
     # fsdp
     Mix("full_shard2", 2, FSDP),
-    Mix("full_shard4, accumulation", 4, f"{FSDP} {ACC2}"),
+    Mix("full_shard4, accumulation, full AC", 4, f"{FSDP} {ACC2} activation=full"),
     Mix("full_shard2, full AC, clip norm", 2, f"{FSDP} activation=full {CLIP}"),
     Mix("full_shard2, clip value", 2, f"{FSDP} {CLIP_VALUE}"),
     Mix("shard_grad_op2", 2, SGO),
@@ -119,7 +119,7 @@ MIXES = [
     # pp alone
     Mix("gpipe2, accumulation, clip", 2, f"pp=gpipe {M4} {ACC2} {CLIP}"),
     Mix("1f1b2", 2, f"pp=1f1b {M4}"),
-    Mix("1f1b4, full AC", 4, f"pp=1f1b pp.stages=4 {M4} activation=full"),
+    Mix("1f1b4, full AC", 4, f"pp=1f1b pp.size=4 {M4} activation=full"),
     Mix("interleaved2, clip", 2, f"pp=interleaved_1f1b {M4} {CLIP}"),
     Mix("looped_bfs2, accumulation", 2, f"pp=looped_bfs {M4} {ACC2}"),
     Mix("zero_bubble2, clip inf", 2, f"pp=zero_bubble {M4} {CLIP_INF}"),
@@ -128,7 +128,7 @@ MIXES = [
     # pp x data parallel
     Mix("gpipe2 x full_shard2, clip", 4, f"{FSDP} pp=gpipe {M4} {CLIP}"),
     Mix("gpipe2 x ddp2, accumulation", 4, f"strategy=ddp pp=gpipe {M2} {ACC2}"),
-    Mix("1f1b2 x full_shard2, accumulation", 4, f"{FSDP} pp=1f1b {M4} {ACC2}"),
+    Mix("1f1b2 x full_shard2, accumulation, AC", 4, f"{FSDP} pp=1f1b {M4} {ACC2} activation=selective"),
     Mix("1f1b2 x ddp2, full AC, clip", 4, f"strategy=ddp pp=1f1b {M4} activation=full {CLIP}"),
     Mix("interleaved2 x full_shard2, full AC", 4, f"{FSDP} pp=interleaved_1f1b {M4} activation=full"),
     Mix("looped_bfs2 x ddp2, clip", 4, f"strategy=ddp pp=looped_bfs {M4} {CLIP}"),
