@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +24,7 @@ def set_default_timeout(limit: timedelta) -> None:
 
 
 def group_timeouts() -> dict[str, timedelta]:
-    """Return the time limit of every group of this process, under `<description> <number>`, ` on <device>` if several."""
+    """Return the time limit of every group of this process: `<description> <number>`, ` on <device>` if several."""
     result = {}
     for group in distributed_c10d._world.pg_map:
         if not isinstance(group, distributed_c10d.ProcessGroup):
@@ -75,3 +75,30 @@ def replicate(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -
     uses this one too.
     """
     _replicate(module, mesh=mesh, ignored_params=ignored)
+
+
+class RepeatableReplay(AbstractContextManager["RepeatableReplay"]):
+    """Lets a selectively checkpointed region be recomputed more than once.
+
+    A pipeline that splits backward into gradients of inputs and of weights (zero-bubble schedules) runs two graph tasks
+    over a block, and each recomputes it; torch hands out a kept output once only ("Trying to backward an extra time").
+    The kept outputs live until the block's graph is freed.
+
+    Args:
+        replay: the second of the two contexts of `create_selective_checkpoint_contexts`.
+    """
+
+    def __init__(self, replay: Any) -> None:
+        self.replay = replay
+        self.kept: dict[Any, dict[int, Any]] | None = None
+
+    def __enter__(self) -> RepeatableReplay:
+        if self.kept is None:
+            self.kept = {operator: dict(outputs) for operator, outputs in self.replay.storage.items()}
+        for operator, outputs in self.kept.items():
+            self.replay.storage[operator].update(outputs)
+        self.replay.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.replay.__exit__(*error)

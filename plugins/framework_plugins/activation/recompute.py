@@ -1,0 +1,61 @@
+"""Put recomputation around one block without changing a parameter's name; both options of the concern use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+ContextMaker = Callable[[], Any]
+
+
+def recompute_(block: nn.Module, *, preserve_rng_state: bool = True, contexts: ContextMaker = noop_context_fn) -> None:
+    """Make `block` drop its activations after forward and compute them again in backward (Chen et al., 2016).
+
+    Only `forward` of the instance changes, so names, hooks and data-parallel wraps (which act in `__call__`) stay as
+    they are, and a deep copy of the block is bound to itself. Nothing is dropped where no gradient is recorded.
+
+    Args:
+        block: has no recomputation yet; what was already put on its `forward` (tensor parallelism) is recomputed too.
+        preserve_rng_state: draw the same dropout masks again.
+        contexts: makes the pair of contexts of forward and recomputation (`torch.utils.checkpoint.checkpoint`).
+    """
+    inner = block.forward
+    # a bound method is taken apart and rebound, else a deep copy of the block would run the original's weights
+    run = inner.__func__ if isinstance(inner, MethodType) and inner.__self__ is block else _without_self(inner)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(self, *args, **kwargs)
+        return checkpoint(
+            run,
+            self,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=contexts,
+            **kwargs,
+        )
+
+    block.forward = MethodType(forward, block)
+
+
+def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return run
+
+
+def every_nth(blocks: Mapping[str, nn.Module], every: int) -> list[nn.Module]:
+    """Return those blocks whose number in the whole model is a multiple of `every`, whatever stage they are on."""
+    chosen = []
+    for position, (name, block) in enumerate(blocks.items()):
+        key = name.rpartition(".")[2]
+        if (int(key) if key.isdecimal() else position) % every == 0:
+            chosen.append(block)
+    return chosen

@@ -1,0 +1,208 @@
+"""Activation checkpointing: same gradients to the bit, less memory, same names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.parts import whole
+from framework.plan import RunPlan
+from framework_plugins.activation.full import Full
+from framework_plugins.activation.recompute import every_nth
+from framework_plugins.activation.selective import Selective, policy
+
+WIDTH, HEADS, BLOCKS = 32, 4, 4
+
+
+class Block(nn.Module):
+    calls = 0
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        Block.calls += 1
+        samples, length, _ = x.shape
+        q, k, v = (y.view(samples, length, HEADS, -1).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), self.dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(x)) * 0.5), self.dropout)
+
+
+class Model(LightningModule):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+class Storages(TorchDispatchMode):
+    """Remembers every storage that an operator makes, without keeping it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                reference = StorageWeakRef(leaf.untyped_storage())
+                self.seen[reference.cdata] = (reference, leaf.untyped_storage().nbytes())
+        return out
+
+    def alive(self, model: nn.Module) -> int:
+        """Bytes still held, weights (which views lead to) left out."""
+        weights = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
+        return sum(
+            size for key, (reference, size) in self.seen.items() if key not in weights and not reference.expired()
+        )
+
+
+@contextmanager
+def made_storages() -> Iterator[Storages]:
+    with Storages() as storages:
+        yield storages
+
+
+def gradients(option: Any, dropout: float = 0.0) -> tuple[dict[str, Tensor], int, int]:
+    """Return gradients by name, bytes alive between forward and backward, and how often a block's forward ran."""
+    model = Model(dropout)
+    if option is not None:
+        option.apply_activation_checkpointing(part=whole(model))
+    x = torch.randn(4, 16, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    torch.manual_seed(7)
+    Block.calls = 0
+    with made_storages() as storages:
+        loss = model(x)
+    alive = storages.alive(model)
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}, alive, Block.calls
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("option", [Full(), Full(every=2), Selective(), Selective(every=3)])
+def test_same_gradients_to_the_bit(option: Any, dropout: float) -> None:
+    want, _, _ = gradients(None, dropout)
+    got, _, calls = gradients(option, dropout)
+    assert calls > BLOCKS
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        assert torch.equal(got[name], gradient), name
+
+
+def test_a_mask_that_is_not_replayed_changes_the_gradients() -> None:
+    """So that the row above can fail."""
+    want, _, _ = gradients(None, 0.3)
+    got, _, _ = gradients(Full(preserve_rng_state=False), 0.3)
+    assert not all(torch.equal(got[name], gradient) for name, gradient in want.items())
+
+
+def test_memory_is_really_saved() -> None:
+    plain = gradients(None)[1]
+    full = gradients(Full())[1]
+    second = gradients(Full(every=2))[1]
+    selective = gradients(Selective())[1]
+    boundary = 4 * 16 * WIDTH * 4  # bytes of one block's output
+    assert full <= boundary * BLOCKS + 64, (plain, full, selective)
+    assert full < 0.1 * plain
+    assert full < selective < 0.8 * plain
+    assert second == pytest.approx((plain + full) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("option", [Full(), Selective()])
+def test_names_hooks_and_copies_stay(option: Any) -> None:
+    model = Model()
+    names = [name for name, _ in model.named_parameters()]
+    option.apply_activation_checkpointing(part=whole(model))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == names
+    seen = []
+    model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    x = torch.randn(2, 3, WIDTH)
+    before = float(model(x).detach())
+    assert seen == [1]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert float(model(x).detach()) == before
+    assert float(twin(x).detach()) != before
+
+
+def test_nothing_is_wrapped_without_gradients() -> None:
+    model = Model()
+    Full().apply_activation_checkpointing(part=whole(model))
+    with torch.no_grad():
+        assert not model(torch.randn(2, 3, WIDTH)).requires_grad
+
+
+@pytest.mark.parametrize("option", [Full(), Selective()])
+def test_two_backward_passes_over_one_block(option: Any) -> None:
+    """What a zero-bubble schedule does: first the gradients of the inputs, later those of the weights."""
+
+    def split(option: Any) -> list[Tensor]:
+        model = Model(0.3)
+        if option is not None:
+            option.apply_activation_checkpointing(part=whole(model))
+        x = torch.randn(4, 16, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        torch.manual_seed(7)
+        loss = model(x)
+        (of_input,) = torch.autograd.grad(loss, x, retain_graph=True)
+        return [of_input, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    for got, want in zip(split(option), split(None), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_attention_that_drops_is_not_kept() -> None:
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    q = torch.zeros(1, 1, 1, 8)
+    assert policy(None, attention, q, q, q, None, True, 0.0).name == "MUST_SAVE"
+    assert policy(None, attention, q, q, q, None, True, 0.1).name == "PREFER_RECOMPUTE"
+    assert policy(None, attention, q, q, q, None, True).name == "MUST_SAVE"
+    assert policy(None, torch.ops.aten.mm.default, q, q).name == "MUST_SAVE"
+    assert policy(None, torch.ops.aten.add.Tensor, q, q).name == "PREFER_RECOMPUTE"
+
+
+def test_every_counts_over_the_whole_model() -> None:
+    stage = {f"layers.{i}": nn.Identity() for i in (3, 4, 5)}
+    assert every_nth(stage, 2) == [stage["layers.4"]]
+    assert every_nth({"first": nn.Identity(), "second": nn.Identity()}, 2)[0] is not None
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match=r"activation\.every=0 must be at least 1"):
+        Full(every=0)
+
+    class Flat(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.only = nn.Linear(2, 2)
+
+    plan = RunPlan(run_id="r", run_dir="/nowhere")
+    for option in (Full(), Selective()):
+        (problem,) = option.check_model(plan=plan, model=Flat())
+        assert "Flat has no list of two or more blocks" in str(problem)
+        assert not option.check_model(plan=plan, model=Model())
