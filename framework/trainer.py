@@ -84,7 +84,7 @@ class Trainer(pl.Trainer):
 
 
 def check_settings(plan: RunPlan) -> None:
-    """Refuse arguments that Lightning takes and ignores beside a strategy of our own (`sync_batchnorm`, `precision`)."""
+    """Refuse arguments that Lightning takes and ignores beside a strategy of our own, such as `sync_batchnorm`."""
     known = {field.name for field in fields(TrainerSettings)}
     reason = "Lightning's Trainer would take it and it would do nothing, or undo what the plan says"
     problems = [Problem(f"trainer.{name}={value}", reason) for name, value in plan.trainer.items() if name not in known]
