@@ -6,13 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pluggy
 import pytest
 import yaml
 
-from framework import PluginError, Problem, RunPlan, hookimpl
-from framework.hookspecs import SPECS
-from framework.process_env import worker_variables
+from framework import Problem, RunPlan
+from framework.process_env import environment_lines
 from framework_plugins.comm import environment, interfaces, variables
 from framework_plugins.comm.environment import Environment
 
@@ -37,7 +35,7 @@ def problems(**settings: Any) -> list[Problem]:
 def option(name: str) -> dict[str, Any]:
     """Fields of a shipped option."""
     tree = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    return {key: value for key, value in tree.get("comm", tree).items() if key != "_target_"}
+    return {key: value for key, value in tree.items() if key != "_target_"}
 
 
 @pytest.mark.parametrize("name", ["auto", "debug", "ring"])
@@ -50,6 +48,7 @@ def test_auto_sets_nothing() -> None:
 
 
 def test_what_debug_and_ring_set() -> None:
+    assert option("debug")["timeout_s"] > option("auto")["timeout_s"]
     debug = Environment(**option("debug")).process_env(PLAN)
     assert debug["CUDA_LAUNCH_BLOCKING"] == "1"
     assert debug["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
@@ -191,50 +190,25 @@ def test_all_complaints_at_once() -> None:
     assert len(problems(interface="nosuch0", env={"NCCL_ALGO": "x", "NCCL_NTHREADS": 1, "NCCL_FOO": 2})) == 4
 
 
-def manager(*plugins: tuple[str, object]) -> pluggy.PluginManager:
-    made = pluggy.PluginManager("framework")
-    for spec in SPECS:
-        made.add_hookspecs(spec)
-    for name, plugin in plugins:
-        made.register(plugin, name=name)
-    made.check_pending()
-    return made
-
-
-def test_the_users_own_variable_wins_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_ALGO", "Tree")
+def test_the_users_own_variables_are_in_the_plan_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the start screen names all in effect; the core lets what is exported win."""
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    found = worker_variables(manager(("comm", Environment(**option("ring")))), PLAN)
-    assert {variable.name: variable.value for variable in found} == {
-        "NCCL_ALGO": "Tree", "NCCL_DEBUG": "INFO", "NCCL_NTHREADS": "256", "NCCL_SOCKET_NTHREADS": "8",
-    }  # fmt: skip
-    assert [str(variable) for variable in found] == [
-        "NCCL_ALGO=Tree (exported in your shell; it wins over Ring from comm)",
-        "NCCL_DEBUG=INFO (exported)",
-        "NCCL_NTHREADS=256 (comm)",
-        "NCCL_SOCKET_NTHREADS=8 (comm)",
-    ]
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("HOME", "/root")
+    assert Environment(env={"NCCL_ALGO": "Ring"}).process_env(PLAN) == {"NCCL_ALGO": "Ring", "NCCL_DEBUG": "INFO"}
 
 
-class Other:
-    """A plugin that wants a variable of its own."""
-
-    def __init__(self, **env: str) -> None:
-        self.env = env
-
-    @hookimpl
-    def process_env(self) -> dict[str, str]:
-        return self.env
-
-
-def test_two_plugins_that_disagree_are_both_named() -> None:
-    both = manager(("comm", Environment(env={"NCCL_ALGO": "Ring"})), ("profile", Other(NCCL_ALGO="Tree", MY_TOKEN="x")))
-    with pytest.raises(PluginError, match=r"(?s)NCCL_ALGO.*comm.*profile|NCCL_ALGO.*profile.*comm"):
-        worker_variables(both, PLAN, {})
-    agreed = manager(
-        ("comm", Environment(env={"NCCL_ALGO": "Ring"})), ("profile", Other(NCCL_ALGO="Ring", MY_TOKEN="x"))
+def test_lines_for_the_start_screen() -> None:
+    plan = PLAN.with_(
+        env={"NCCL_ALGO": "Tree", "NCCL_DEBUG": "INFO", "NCCL_NTHREADS": "256", "MY_TOKEN": "secret-value"},
+        facts={"exported": {"NCCL_ALGO": "Tree (exported, instead of Ring)"}},
     )
-    assert str(worker_variables(agreed, PLAN, {})[0]) == "MY_TOKEN=*** (profile)"
+    assert environment_lines(plan, {"NCCL_ALGO": "Tree", "NCCL_DEBUG": "INFO", "MY_TOKEN": "secret-value"}) == [
+        "MY_TOKEN=***",
+        "NCCL_ALGO=Tree (exported, instead of Ring)",
+        "NCCL_DEBUG=INFO (exported)",
+        "NCCL_NTHREADS=256",
+    ]
 
 
 def test_this_host_has_a_loopback() -> None:

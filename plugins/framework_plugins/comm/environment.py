@@ -22,10 +22,12 @@ class Environment:
     Attributes:
         interface: network interface, or a comma list, by exact name; None = each backend chooses. Written into
             GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, in each one's grammar. Checked on the host that composes.
+        timeout_s: seconds; what the root setting `timeout_s` (the time limit of all collectives) is by default.
         env: variables by full name (`NCCL_ALGO: Ring`); only those that NCCL, gloo or torch.distributed read.
     """
 
     interface: str | None = None
+    timeout_s: float = 1800.0
     env: dict[str, Any] = field(default_factory=dict)
 
     @hookimpl
