@@ -3,7 +3,7 @@
 Lightning pairs reductions by their order, so two ranks that log different keys get each other's numbers (P40). Here the
 values of a whole optimizer step are kept, weighted as the loss is, added up by name over the ranks that hold a loss
 (all data ranks; of a pipeline the last stage, of a tensor-parallel group one rank) in the one small all-reduce of
-`framework.agreement`, and only then handed to Lightning's own `self.log` on every rank.
+`framework.step_agreement`, and only then handed to Lightning's own `self.log` on every rank.
 """
 
 from __future__ import annotations

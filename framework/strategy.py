@@ -394,6 +394,8 @@ class MeshStrategy(ParallelStrategy):
         """Undo what was put on the module's instance."""
         if self.window is not None:
             self.window.recorder.remove()
+            for name in ("configure_optimizers", "lr_scheduler_step"):
+                self._module.__dict__.pop(name, None)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from framework import preemption
 from framework.adapters import torch_private
-from framework.agreement import Step, agree
+from framework.step_agreement import Step, agree
 from framework.errors import RunFailedError, UsageError
 from framework.metrics import Entry, Layout, Recorder, Totals
 from framework.plan import RunPlan

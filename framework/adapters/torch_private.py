@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def set_default_timeout(limit: timedelta) -> None:
@@ -102,3 +104,28 @@ class RepeatableReplay(AbstractContextManager["RepeatableReplay"]):
 
     def __exit__(self, *error: Any) -> None:
         self.replay.__exit__(*error)
+
+
+@contextmanager
+def swapped_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Generator[None, None, None]:
+    """Inside, `module.<name>` is the given tensor (any tensor) instead of the parameter, for direct parameters only.
+
+    `torch.func.functional_call` does the same around a call of the whole module; this works inside its `forward`.
+    """
+    before = {name: module._parameters[name] for name in tensors}
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(before)
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor remembers about meshes: for a process that makes a new process group after destroying one.
+
+    Results of sharding propagation and redistribution plans are kept by mesh layout and hold the first mesh of that layout;
+    in a new world its groups no longer exist ("Could not resolve the process group registered under the name 6").
+    """
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _clear_sharding_prop_cache()
