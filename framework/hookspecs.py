@@ -102,7 +102,7 @@ class PlanSpecs:
 
     @hookspec
     def split_dims(self, plan: RunPlan, model: Any) -> Mapping[str, int]:
-        """Which dim of which parameter tensor parallelism will cut over axis `tp`: global name -> dim; others stay whole.
+        """Which dim of which parameter the option will cut over axis `tp`: global name -> dim; others stay whole.
 
         Asked for the start screen's bytes a rank; `model` may lie on the meta device and must not be changed.
         """

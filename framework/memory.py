@@ -1,7 +1,7 @@
-"""Bytes of parameters, gradients and optimizer state on each rank, by arithmetic: from a plan and a model without weights.
+"""Bytes of parameters, gradients and optimizer state on each rank, by arithmetic from a plan and a weightless model.
 
-Nothing is allocated and no process group is needed, so it answers for any number of ranks. `tools/bench.py memory` holds
-it against bytes counted from the tensors of real runs. Activations, communication buffers and the allocator's own
+Nothing is allocated and no process group is needed, so it answers for any number of ranks. `tools/bench.py memory`
+holds it against bytes counted from the tensors of real runs. Activations, communication buffers and the allocator's own
 overhead aren't in it.
 """
 
@@ -96,15 +96,15 @@ def bytes_per_rank(plan: RunPlan, model: LightningModule) -> list[RankBytes]:
     states = _optimizer_states(plan, model)
     words = given_words(plan)
     known: dict[tuple[int, ...], RankBytes] = {}
-    stages: dict[int, list[Share]] = {}
+    stages: dict[tuple[int, int], list[Share]] = {}
     result = []
     for rank in range(plan.world_size):
         at = plan.mesh.coordinate(rank)
         key = (at["pp"], at["dp_shard"], at["tp"])
         if key not in known:
             if (at["pp"], at["tp"]) not in stages:
-                stages[at["pp"], at["tp"]] = list(shares(plan, model, rank))  # type: ignore[index]
-            held = stages[at["pp"], at["tp"]]  # type: ignore[index]
+                stages[at["pp"], at["tp"]] = list(shares(plan, model, rank))
+            held = stages[at["pp"], at["tp"]]
             known[key] = _rank_bytes(plan, held, at["dp_shard"], states, words)
         result.append(known[key])
     return result
@@ -145,19 +145,27 @@ def shares(plan: RunPlan, model: LightningModule, rank: int) -> Iterator[Share]:
 
 
 def part_parameters(part: ModelPart) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each owned parameter once, with its global name."""
-    names: dict[nn.Parameter, str] = {}
-    for prefix, module in part.owned.items():
+    """Yield each parameter of a part once, with its global name; on the meta device too.
+
+    What hangs directly on a parent of the list of blocks belongs to the first stage (`framework.stages`).
+    """
+    modules = dict(part.owned)
+    if part.index == 0:
+        for block in part.blocks:
+            words = block.split(".")[:-1]
+            for length in range(len(words) + 1):
+                parent = ".".join(words[:length])
+                modules.setdefault(parent, part.root.get_submodule(parent))
+    seen: set[nn.Parameter] = set()
+    for prefix, module in modules.items():
         for name, parameter in module.named_parameters(prefix, recurse=False):
-            names.setdefault(parameter, name)
-    for name, parameter in part.root.named_parameters():
-        names.setdefault(parameter, name)
-    for parameter in part.parameters():
-        yield names[parameter], parameter
+            if parameter not in seen:
+                seen.add(parameter)
+                yield name, parameter
 
 
 def split_dims(plan: RunPlan, model: LightningModule) -> dict[str, int]:
-    """Return which dim of which parameter is split over axis tp: global name -> dim; the others are whole on each rank."""
+    """Return which dim of which parameter is split over axis tp: global name -> dim; others are whole on each rank."""
     merged: dict[str, int] = {}
     for dims in manager_for(plan).hook.split_dims(plan=plan, model=model):
         merged |= dims
@@ -165,7 +173,7 @@ def split_dims(plan: RunPlan, model: LightningModule) -> dict[str, int]:
 
 
 def chunk(shape: Sequence[int], pieces: int, index: int, dim: int = 0) -> tuple[int, ...]:
-    """Return the shape of piece `index` of a tensor cut into `pieces` along `dim`, the first ones largest (torch.chunk)."""
+    """Return the shape of piece `index` of a tensor cut into `pieces` along `dim`, as torch.chunk does."""
     step = -(-shape[dim] // pieces)
     left = max(0, min(step, shape[dim] - index * step))
     return (*shape[:dim], left, *shape[dim + 1 :])

@@ -7,12 +7,13 @@ import sys
 import time
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from framework.plan import RunPlan
 from framework.report import Report
 
 LINE_EVERY_S = 5.0
@@ -164,6 +165,12 @@ class Progress(ProgressBar):
         if self._bar:
             self._bar.stop()
         self._bar = None
+
+
+def watch(plan: RunPlan) -> list[Callback]:
+    """Return the callbacks that every run gets: `Report`, and `Progress` unless `trainer.enable_progress_bar=false`."""
+    report = Report(plan)
+    return [report, Progress(report)] if plan.trainer.get("enable_progress_bar", True) else [report]
 
 
 def total_steps(trainer: Trainer) -> int | None:

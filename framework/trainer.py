@@ -6,12 +6,15 @@ from dataclasses import fields
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
+from pluggy import PluginManager
 
-from framework import objects
-from framework.errors import PlanError, Problem
+from framework import objects, preemption
+from framework.errors import PlanError, PreemptedError, Problem, UsageError
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
+from framework.progress import watch
 from framework.schema import TrainerSettings
 from framework.strategy import MeshStrategy
 
@@ -62,7 +65,7 @@ class Trainer(pl.Trainer):
             settings["gradient_clip_algorithm"] = "norm"  # Lightning knows two; `MeshStrategy` reads the plan's own
         if settings.get("gradient_clip_val") is None:
             settings.pop("gradient_clip_algorithm", None)
-        made_callbacks = [MeshCallback()]
+        made_callbacks: list[Callback] = [MeshCallback(), *watch(plan)]
         for more in hook.make_callbacks(plan=plan):
             made_callbacks += more
         made_callbacks += [objects.build(spec) for spec in (plan.components.get("callbacks") or {}).values()]
@@ -97,3 +100,45 @@ def is_checkpoint(callback: Any) -> bool:
     from lightning.pytorch.callbacks import Checkpoint
 
     return isinstance(callback, Checkpoint)
+
+
+def build_model(plan: RunPlan) -> pl.LightningModule:
+    """Build the plan's LightningModule.
+
+    A class with a method `init_weights` is built on the meta device and later materialised shard by shard; any other is
+    built for real, under the plan's seed, so that all ranks hold equal weights.
+    """
+    spec = plan.components["model"]
+    pl.seed_everything(plan.seed, workers=True, verbose=False)
+    if hasattr(objects.locate(spec["_target_"]), "init_weights"):
+        with torch.device("meta"):
+            return as_module(objects.build(spec), spec)
+    return as_module(objects.build(spec), spec)
+
+
+def as_module(built: Any, spec: Any) -> pl.LightningModule:
+    """Return `built`; UsageError if it isn't a LightningModule."""
+    if not isinstance(built, pl.LightningModule):
+        raise UsageError(f"model._target_={spec['_target_']} is no LightningModule; derive it from lightning's.")
+    return built
+
+
+def run(plan: RunPlan, manager: PluginManager) -> dict[str, Any]:
+    """Run the plan's command as one of its ranks; called by `framework.worker`.
+
+    Returns:
+        The metrics at the end, plain numbers.
+
+    Raises:
+        PreemptedError: all ranks saved and stopped because one was asked to.
+    """
+    trainer = Trainer(plan)
+    model = build_model(plan)
+    data = objects.build(plan.components["data"])
+    if plan.command == "validate":
+        trainer.validate(model, datamodule=data, ckpt_path=plan.ckpt_path, verbose=False)
+    else:
+        trainer.fit(model, datamodule=data, ckpt_path=plan.ckpt_path)
+    if preemption.agreed():
+        raise PreemptedError(f"All ranks stopped at step {trainer.global_step}, because one was asked to.")
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
