@@ -50,9 +50,10 @@ class FSDP:
     @hookimpl
     def requirements(self) -> Requirements:
         """Gives data parallelism and sharded parameters; needs a sampler that shards."""
+        frees = {"frees_blocks"} if self.sharding == "full_shard" else set()
         return Requirements(
             needs=frozenset({"data_sharding"}),
-            gives=frozenset({"data_parallel", "shards_parameters"}),
+            gives=frozenset({"data_parallel", "shards_parameters", *frees}),
             why={"data_sharding": "ranks would train on the same samples"},
         )
 
@@ -65,7 +66,13 @@ class FSDP:
     def apply_data_parallel(self, part: ModelPart, mesh: Mesh, plan: RunPlan) -> None:
         """Shard each block as a unit of its own, then the rest of the part with its root."""
         import torch
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else "dp_shard"
         on_gpu = plan.accelerator == "cuda"
