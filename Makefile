@@ -1,0 +1,45 @@
+# Everything works on a fresh machine that has only Python 3.11+ and make.
+#   make train     set up, then train a small GPT on four processes
+#   make test      set up, then the whole suite
+#   make check     what a contributor runs before a commit: format, lint, types, import contracts, fast tests
+#   make campaign  hours of kills and mixes; writes its figures to tests/campaign/
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.PHONY: train test check lint fast campaign bench clean
+
+train: $(READY)
+	$(BIN)/python -m framework +strategy=fsdp +pp=gpipe $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not campaign" $(ARGS)
+
+check: lint fast
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fast: $(READY)
+	$(BIN)/python -m pytest -m "not campaign and not slow" tests/unit tests/contract $(ARGS)
+
+campaign: $(READY)
+	$(BIN)/python -m pytest -m campaign --timeout 0 $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python tools/bench.py $(ARGS)
+
+$(READY): pyproject.toml setup.py constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs multirun
