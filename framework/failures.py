@@ -24,7 +24,7 @@ SYMPTOM = re.compile(
 """What a rank says when another one is gone. Never the headline while any other failure is known."""
 
 SYMPTOM_SIGNALS = (signal.SIGABRT, signal.SIGTERM)
-"""Signals that may follow from another rank's end: gloo calls `std::terminate` when a peer is lost inside a callback."""
+"""Signals that may follow from another rank's end: gloo calls `std::terminate` when it loses a peer in a callback."""
 
 
 def failure_of(rank: int, error: BaseException, at: float | None = None) -> Failure:
@@ -51,16 +51,16 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def is_symptom(failure: Failure) -> bool:
-    """Return whether the failure is what an innocent rank shows when another one is gone."""
+def doubt(failure: Failure) -> int:
+    """Return how likely a failure is only what an innocent rank shows when another one is gone: 0 = not at all, to 2."""
     if failure.exit_code < 0 and not failure.traceback:
-        return -failure.exit_code in SYMPTOM_SIGNALS
-    return bool(SYMPTOM.search(failure.message))
+        return 1 if -failure.exit_code in SYMPTOM_SIGNALS else 0
+    return 2 if SYMPTOM.search(failure.message) else 0
 
 
 def by_cause(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """Sort: causes before symptoms, each by time; the first is the headline."""
-    return tuple(sorted(failures, key=lambda failure: (is_symptom(failure), failure.time)))
+    return tuple(sorted(failures, key=lambda failure: (doubt(failure), failure.time)))
 
 
 def headline(failure: Failure) -> str:

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 Status = Literal["finished", "failed", "preempted", "interrupted"]
 
 TRAIN = "framework.worker:train"
+MAX_TIMEOUT_S = 1e8
+"""About three years; torch counts milliseconds in 64 bits, but some of its waits overflow far below that."""
 ONE_NOTICE_S = 0.5
 """SIGTERMs closer together are one: `timeout` and schedulers signal the process and its whole group."""
 
@@ -117,7 +119,16 @@ class Outcome:
 
 
 class Launcher(Protocol):
-    """What `make_launcher` returns."""
+    """What `make_launcher` returns.
+
+    Attributes:
+        leads: whether this process speaks for the whole run: it calls the launcher's hooks, prints, writes the summary.
+            False on all ranks but 0 under an external launcher, where every rank runs `launch`.
+        external_attempt: None if `launch` restarts the ranks; under a launcher that does it itself, how often it has.
+    """
+
+    leads: bool
+    external_attempt: int | None
 
     def run(self, attempt: Attempt) -> Outcome:
         """Run all ranks of `attempt` to their end. Called again for each restart."""
@@ -216,17 +227,17 @@ def launch(plan: RunPlan, entry: str = TRAIN) -> RunResult:
         error = caught
         raise
     finally:
-        manager.hook.on_run_end(plan=plan, error=error)
+        if launcher.leads:
+            manager.hook.on_run_end(plan=plan, error=error)
     return result
 
 
 def check(plan: RunPlan) -> list[Problem]:
     """Return what makes `plan` impossible to start, whatever the launcher."""
     problems = []
-    if not plan.timeout_s > 0:
-        problems.append(
-            Problem(f"timeout_s={plan.timeout_s:g}", "a time limit is more than 0 seconds.", "timeout_s=1800")
-        )
+    if not 0 < plan.timeout_s <= MAX_TIMEOUT_S:
+        reason = f"a time limit is more than 0 and at most {MAX_TIMEOUT_S:g} seconds."
+        problems.append(Problem(f"timeout_s={plan.timeout_s:g}", reason, "timeout_s=1800"))
     if plan.threads is not None and plan.threads < 1:
         problems.append(Problem(f"threads={plan.threads}", "a rank needs at least one thread.", "threads=1"))
     if plan.num_nodes < 1 or plan.world_size % plan.num_nodes:
@@ -240,6 +251,8 @@ def _attempts(
     plan: RunPlan, entry: str, manager: pluggy.PluginManager, launcher: Launcher, stop: StopSignals
 ) -> RunResult:
     """Start, and start again as often as the policy allows."""
+    if launcher.external_attempt is not None:
+        return _one_attempt(plan, entry, manager, launcher, stop)
     policy: RestartPolicy | None = manager.hook.make_restart_policy(plan=plan)
     start = _first_start(plan, manager)
     previous: Failure | None = None
@@ -262,6 +275,19 @@ def _attempts(
         restarts += 1
         previous, start = failure, again
         log.warning("%s. Restart %d begins from %s.", _capital(headline(failure)), restarts, _why(newest, start))
+
+
+def _one_attempt(
+    plan: RunPlan, entry: str, manager: pluggy.PluginManager, launcher: Launcher, stop: StopSignals
+) -> RunResult:
+    """Run this process's part of an attempt of a launcher that restarts the ranks itself."""
+    number = launcher.external_attempt or 0
+    newest: Checkpoint | None = manager.hook.newest_complete(plan=plan) if number else None
+    start = newest.path if newest is not None else _first_start(plan, manager)
+    if number and launcher.leads:
+        log.warning("Restart %d begins from %s.", number, _why(newest, start))
+    outcome = launcher.run(Attempt(plan.with_(ckpt_path=start), number, entry, stop))
+    return _result(outcome, stop, number, start, outcome.note)
 
 
 def _first_start(plan: RunPlan, manager: pluggy.PluginManager) -> str | None:

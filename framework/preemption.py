@@ -19,7 +19,7 @@ from framework.errors import PreemptedError, TerminatedError
 log = logging.getLogger(__name__)
 
 ONE_NOTICE_S = 0.5
-"""Signals closer together are one notice: a scheduler signals the whole process group, and the launcher forwards its own."""
+"""Signals closer together are one notice: a scheduler signals all processes, and the launcher forwards its own."""
 
 
 class StopRequested(PreemptedError):

@@ -1,8 +1,8 @@
 """Making the process group of a run, with one time limit for it and for every group made later.
 
-Torch gives each new group its library default (30 minutes on gloo, 10 on NCCL), whatever the world group was told. A hang
-in a tensor-parallel collective would then outlive the user's setting by far. Here the default itself is set, so groups of
-a mesh, of a checkpoint or of a user's own module all have the plan's limit unless their maker passes another.
+Torch gives each new group its library default (30 minutes on gloo, 10 on NCCL), whatever the world group was told. A
+hang in a tensor-parallel collective would then outlive the user's setting by far. Here the default itself is set, so
+groups of a mesh, of a checkpoint or of a user's own module all have the plan's limit unless their maker passes another.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
     "lightning.pytorch",
     "framework.worker",
+    "framework.fork_server",
 ]
 """Imported once in the fork server; a rank then starts in a few tens of milliseconds. None of them starts a thread."""
 
@@ -90,7 +91,7 @@ class _Rank:
         """Take in what the rank has said so far."""
         try:
             while self.pipe.poll():
-                kind, content, _ = self.pipe.recv()
+                kind, content = self.pipe.recv()
                 self.said[kind] = content
                 if kind == "failed":
                     self.failure = content
@@ -129,9 +130,14 @@ class _Rank:
 class HostLauncher:
     """Runs all ranks of an attempt on this host: a `framework.launch.Launcher`.
 
+    The process that calls `run` speaks for the whole run (`leads`), and restarts are its own affair.
+
     Args:
         method: `forkserver` (imports done once) or `spawn` (each rank imports for itself).
     """
+
+    leads = True
+    external_attempt = None
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -170,15 +176,13 @@ class HostLauncher:
         )  # fmt: skip
         process = context.Process(  # type: ignore[attr-defined]
             target=worker.main,
-            args=(plan.to_dict(), number, attempt.number, attempt.entry, env, theirs),
+            args=(plan.to_dict(), attempt.entry, worker.Place(number, attempt.number, env), theirs),
             name=f"rank-{number}",
         )
         try:
             process.start()
         except (EOFError, OSError) as error:
-            raise RunFailedError(
-                f"Rank {number} couldn't be started with launcher method '{self.method}': {error!r}."
-            ) from error
+            raise RunFailedError(f"Rank {number} couldn't be started by '{self.method}': {error!r}.") from error
         theirs.close()
         return _Rank(number, process, ours)
 

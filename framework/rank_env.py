@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from framework.errors import UsageError
+from framework.errors import Problem, UsageError
+from framework.plan import RunPlan
 
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
@@ -99,3 +100,21 @@ def worker_environment(
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }
     return env
+
+
+def one_host_problems(plan: RunPlan, option: str) -> list[Problem]:
+    """Return why `launcher=<option>`, which starts ranks on this host itself, can't start this plan's."""
+    problems = []
+    if plan.num_nodes > 1:
+        fix = "launcher=torchrun and start it with torchrun on each host"
+        problems.append(
+            Problem(f"num_nodes={plan.num_nodes}", f"launcher={option} starts ranks on this host only.", fix)
+        )
+    outside = external_rank()
+    if outside is not None:
+        reason = (
+            f"torchrun has started {outside.world_size} ranks (WORLD_SIZE={outside.world_size}) already, and each of "
+            f"them would start the plan's {plan.world_size}."
+        )
+        problems.append(Problem(f"launcher={option}", reason, f"launcher=torchrun devices={outside.world_size}"))
+    return problems

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,54 +32,89 @@ from framework.plugin_manager import manager_for
 log = logging.getLogger(__name__)
 
 Entry = Callable[[RunPlan, int, pluggy.PluginManager], Any]
-"""What a rank does: (plan, global rank, manager) -> something that pickles; the launcher gets it in `RunResult.results`."""
+"""What a rank does: (plan, global rank, manager) -> what pickles; the launcher gets it in `RunResult.results`."""
 
 TRAIN = "framework.worker:train"
 END = "end"
 """The launcher's word for: another rank failed, flush and leave."""
 
 _launcher: Connection | None = None
-_said = threading.Lock()
 
 
-def main(
-    plan: Mapping[str, Any], rank: int, attempt: int, entry: str, env: Mapping[str, str], launcher: Connection
-) -> None:
-    """Be rank `rank` of a local launcher: the target of the process, never returns normally.
+@dataclass(frozen=True)
+class Ended:
+    """How this rank's work ended.
+
+    Attributes:
+        kind: `result`, `failed`, `preempted` (saved and stopped) or `terminated` (stopped without saving).
+        content: what the entry returned; a `Failure`; or one sentence.
+        error: the exception, None for a result.
+    """
+
+    kind: str
+    content: Any
+    error: BaseException | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Of the process."""
+        return 0 if self.error is None else failure_of(0, self.error).exit_code
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank of a local launcher belongs; pickles.
+
+    Attributes:
+        rank: global rank = local rank.
+        attempt: from 0.
+        env: the whole environment of the process; `MASTER_PORT` is where the launcher's store listens.
+    """
+
+    rank: int
+    attempt: int
+    env: Mapping[str, str]
+
+
+def main(plan: Mapping[str, Any], entry: str, place: Place, launcher: Connection) -> None:
+    """Be one rank of a local launcher: the target of the process; ends in `SystemExit`.
 
     Args:
         plan: `RunPlan.to_dict()`; its `ckpt_path` is where this attempt starts.
-        rank: global rank = local rank.
-        attempt: from 0.
         entry: `module:function` of an `Entry`.
-        env: the whole environment of this process; `MASTER_PORT` is where the launcher's store listens.
-        launcher: both ways: END comes in; `("result", value)`, `("failed", Failure)`, `("preempted", text)` and
-            `("terminated", text)` go out.
+        place: who this is.
+        launcher: both ways: END comes in; `(Ended.kind, Ended.content)` goes out.
     """
     global _launcher  # noqa: PLW0603 - one process is one rank
     _launcher = launcher
-    _own_process_group()
+    if "framework.fork_server" in sys.modules:
+        sys.modules["framework.fork_server"].become_rank()
+    os.setpgid(0, 0)  # this rank and its children end as one, and don't see the terminal's Ctrl-C
+    end_with_parent()
     threading.Thread(target=_watch, args=(launcher,), name="launcher-watch", daemon=True).start()
+    # The launcher's way of starting ranks would otherwise be that of their DataLoader workers too: seconds instead of
+    # milliseconds each, and data sets that have to pickle. This is Python's own default.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     preemption.install()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
-    os.environ.update(env)
+    os.environ.update(place.env)
     frozen = RunPlan.from_dict(plan)
 
     def join() -> None:
-        process_groups.connect(frozen, rank, attempt, int(env["MASTER_PORT"]))
+        process_groups.connect(frozen, place.rank, place.attempt, int(place.env["MASTER_PORT"]))
 
-    sys.exit(work(frozen, rank, entry, join))
+    sys.exit(work(frozen, place.rank, entry, join).exit_code)
 
 
-def work(plan: RunPlan, rank: int, entry: str, join: Callable[[], None]) -> int:
-    """Run `entry` as rank `rank` and report; return the exit code.
+def work(plan: RunPlan, rank: int, entry: str, join: Callable[[], None] | None = None) -> Ended:
+    """Run `entry` as rank `rank`, tell the launcher, and return how it ended; never raises.
 
     Args:
         plan: of this attempt.
         rank: global rank.
         entry: `module:function`.
-        join: makes the process group.
+        join: makes the process group; None if there is one already.
     """
     manager: pluggy.PluginManager | None = None
     result: Any = None
@@ -89,7 +125,8 @@ def work(plan: RunPlan, rank: int, entry: str, join: Callable[[], None]) -> int:
         manager = manager_for(plan)
         manager.hook.on_worker_start(plan=plan, rank=rank)
         seed(plan)
-        join()
+        if join is not None:
+            join()
         result = load_entry(entry)(plan, rank, manager)
     except BaseException as caught:
         error = caught
@@ -100,11 +137,14 @@ def work(plan: RunPlan, rank: int, entry: str, join: Callable[[], None]) -> int:
         if error is None:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _say("result", result)
+            _say(Ended("result", result))
+            return Ended("result", result)
     except BaseException as caught:
-        error = error or caught
         report(caught, rank)
-    return 0 if error is None else failure_of(rank, error).exit_code
+        if error is None:
+            return _ended(caught, rank)
+    assert error is not None
+    return _ended(error, rank)
 
 
 def train(plan: RunPlan, rank: int, manager: pluggy.PluginManager) -> Any:
@@ -115,16 +155,19 @@ def train(plan: RunPlan, rank: int, manager: pluggy.PluginManager) -> Any:
 
 
 def report(error: BaseException, rank: int) -> None:
-    """Tell the launcher why this rank ends, as early as it is known; the first call counts.
+    """Tell the launcher why this rank ends, as early as it is known; only the first call counts.
 
-    Called by `work`, and by the Trainer's `on_exception` before a teardown that may wait for other ranks.
+    Called by `work`, and on an exception in the Trainer before its teardown, which may wait for other ranks.
     """
+    _say(_ended(error, rank))
+
+
+def _ended(error: BaseException, rank: int) -> Ended:
     if isinstance(error, PreemptedError):
-        _say("preempted", str(error))
-    elif isinstance(error, TerminatedError):
-        _say("terminated", str(error))
-    else:
-        _say("failed", failure_of(rank, error))
+        return Ended("preempted", str(error), error)
+    if isinstance(error, TerminatedError):
+        return Ended("terminated", str(error), error)
+    return Ended("failed", failure_of(rank, error), error)
 
 
 def set_threads(plan: RunPlan) -> None:
@@ -148,26 +191,24 @@ def load_entry(entry: str) -> Entry:
     return function
 
 
-def _say(kind: str, content: object) -> None:
-    """Send one message to the launcher; after a report of failure nothing more is said. No launcher: nothing to do."""
-    global _launcher  # noqa: PLW0603
-    with _said:
-        if _launcher is None:
-            return
-        try:
-            _launcher.send((kind, content, time.time()))
-        except (BrokenPipeError, ConnectionResetError):
-            log.warning("The launcher is gone; this rank's '%s' wasn't told.", kind)
-        if kind != "result":
-            _launcher = None
-
-
-def _own_process_group() -> None:
-    """Make this rank and its later children one process group, which ends as one and doesn't see the terminal's Ctrl-C."""
-    os.setpgid(0, 0)
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (Linux), even if no Python code can run any more."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _say(ended: Ended) -> None:
+    """Tell the launcher, if there is one; after a failure nothing more is said."""
+    global _launcher  # noqa: PLW0603
+    if _launcher is None:
+        return
+    try:
+        _launcher.send((ended.kind, ended.content))
+    except (BrokenPipeError, ConnectionResetError):
+        log.warning("The launcher is gone; it wasn't told that this rank ended ('%s').", ended.kind)
+    if ended.kind != "result":
+        _launcher = None
 
 
 def _watch(launcher: Connection) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor import DTensor, Shard, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def set_default_timeout(limit: timedelta) -> None:
@@ -129,3 +131,72 @@ def forget_meshes() -> None:
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     _clear_sharding_prop_cache()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return what a tensor and all its views (and `.data`) have in common; on the meta device too, where there is no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _InPlace(TorchDispatchMode):
+    def __init__(self, see: Callable[[str, Tensor, Sequence[Any], dict[str, Any]], None]) -> None:
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for index, argument in enumerate(func._schema.arguments):
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                    name = func.overloadpacket.__name__
+                    self.see(name if index == 0 else f"{name} ({argument.name}=)", value, args[1:], kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def in_place_operations(
+    see: Callable[[str, Tensor, Sequence[Any], dict[str, Any]], None],
+    see_trunc_normal: Callable[[Tensor, float, float, float, float], bool],
+) -> Generator[None, None, None]:
+    """Inside, `see(name, target, other arguments, keywords)` is told of every in-place operation before it runs.
+
+    `torch.nn.init.trunc_normal_` does nothing at all on the meta device, and elsewhere draws until all values fit;
+    `see_trunc_normal(tensor, mean, std, a, b)` is asked instead, and the function itself runs only if that returns False.
+    A dispatch mode and not the public function mode: half of `torch.nn.init` is one function to the latter.
+    """
+    original = nn.init._no_grad_trunc_normal_
+
+    def trunc_normal(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        return tensor if see_trunc_normal(tensor, mean, std, a, b) else original(tensor, mean, std, a, b, generator)
+
+    nn.init._no_grad_trunc_normal_ = trunc_normal
+    try:
+        with _InPlace(see):
+            yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+def global_indices(tensor: DTensor) -> list[Tensor]:
+    """Return for each dim the indices in the whole that this rank's piece holds, in the order in which it holds them.
+
+    Shards are cut as `torch.chunk` does, uneven ones too. A `_StridedShard` (FSDP over a dim that tensor parallelism has
+    split) was cut after the mesh axes on its right.
+
+    Raises:
+        RuntimeError: the result doesn't have the piece's shape, so the layout isn't one that is known here.
+    """
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    axes = [torch.arange(size) for size in tensor.shape]
+    strided = [at for at, placement in enumerate(tensor.placements) if isinstance(placement, _StridedShard)]
+    plain = [at for at, placement in enumerate(tensor.placements) if isinstance(placement, Shard) and at not in strided]
+    for at in (*plain, *reversed(strided)):
+        dim = tensor.placements[at].dim  # type: ignore[attr-defined]
+        pieces = axes[dim].chunk(mesh.size(at))
+        axes[dim] = pieces[coordinate[at]] if coordinate[at] < len(pieces) else axes[dim][:0]
+    if tuple(map(len, axes)) != tuple(local.shape):
+        raise RuntimeError(f"Unknown layout {tensor.placements} of a tensor of shape {tuple(tensor.shape)}")
+    return axes

@@ -1,0 +1,90 @@
+"""Be one rank of a launcher of somebody else's (torchrun): `launch` runs in every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from framework import preemption, process_groups, worker
+from framework.errors import UsageError
+from framework.failures import write_error_file
+from framework.launch import Attempt, Outcome
+from framework.plan import RunPlan
+from framework.rank_env import ExternalRank
+
+log = logging.getLogger(__name__)
+
+OWN = ("run_id", "run_dir", "facts", "env")
+"""Fields in which plans composed by several processes of one run may differ (time stamps, hosts): rank 0's count."""
+
+
+class ExternalLauncher:
+    """Runs this process's rank in this process: a `framework.launch.Launcher`.
+
+    Args:
+        outside: who torchrun says this is.
+    """
+
+    def __init__(self, outside: ExternalRank) -> None:
+        self.outside = outside
+        self.leads = outside.rank == 0
+        self.external_attempt = outside.attempt
+
+    def run(self, attempt: Attempt) -> Outcome:
+        """Connect, agree on rank 0's plan, run the entry; return this rank's own outcome."""
+        rank = self.outside.rank
+        worker.end_with_parent()
+        preemption.install()
+        plan = self._join(attempt.plan)
+        ended = worker.work(plan, rank, attempt.entry)
+        if ended.error is None:
+            return Outcome("finished", results={rank: ended.content})
+        if ended.kind != "failed":
+            return Outcome("preempted" if ended.kind == "preempted" else "interrupted", note=ended.content)
+        write_error_file(plan.run_dir, ended.content, attempt.number)
+        _tell_torchrun(ended.error)
+        return Outcome("failed", failures=(ended.content,))
+
+    def _join(self, plan: RunPlan) -> RunPlan:
+        """Make the process group from torchrun's environment and return the plan of rank 0.
+
+        Raises:
+            UsageError: this rank composed another plan.
+        """
+        limit = timedelta(seconds=plan.timeout_s)
+        process_groups.use_timeout(limit)
+        dist.init_process_group(process_groups.backend_for(plan.accelerator), timeout=limit)
+        shared: list[dict[str, Any]] = [plan.to_dict()]
+        dist.broadcast_object_list(shared, src=0)
+        first = RunPlan.from_dict(shared[0])
+        own = replace(plan, **{name: getattr(first, name) for name in OWN})
+        if own != first:
+            named = ", ".join(_differences(own.to_dict(), first.to_dict()))
+            raise UsageError(
+                f"Rank {self.outside.rank} was given other settings than rank 0 ({named}); start all ranks with one "
+                "command line."
+            )
+        return replace(first, env=plan.env)
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [f"{key}: {one[key]!r} and {other[key]!r}" for key in one if one[key] != other[key]]
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """Write torchrun's own error file (if it asked for one), so that its report names the cause and the rank."""
+
+    @record
+    def raise_again() -> None:
+        raise error
+
+    try:
+        raise_again()
+    except type(error):
+        return

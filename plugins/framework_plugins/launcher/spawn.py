@@ -1,0 +1,32 @@
+"""`launcher=spawn`: all ranks on this host, each a fresh Python that imports everything for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from framework.errors import Problem
+from framework.hookspecs import hookimpl
+from framework.plan import RunPlan
+from framework.rank_env import one_host_problems
+
+if TYPE_CHECKING:
+    from framework.processes import HostLauncher
+
+
+@dataclass(kw_only=True, eq=False)
+class Spawn:
+    """Slower to start than `local` by the imports of torch and Lightning; for libraries that don't survive a fork."""
+
+    @hookimpl
+    def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
+        """Refuse what one host can't do, and being started by torchrun, once a rank."""
+        return one_host_problems(plan, "spawn")
+
+    @hookimpl
+    def make_launcher(self, plan: RunPlan) -> HostLauncher:
+        """Return the launcher."""
+        from framework.processes import HostLauncher
+
+        return HostLauncher("spawn")
