@@ -186,7 +186,7 @@ class Stage(nn.Module):
                 with self.entry.prefix(received):
                     result = self.run(index)
         except _Cut:
-            tensors = tuple(leaf for leaf in tree_leaves(self._returned) if isinstance(leaf, Tensor))
+            tensors = tuple(_differentiable(leaf) for leaf in tree_leaves(self._returned) if isinstance(leaf, Tensor))
             self._returned = None
             return tensors[0] if len(tensors) == 1 else tensors
         if self.last_block is not None:
@@ -209,6 +209,17 @@ class Stage(nn.Module):
         with self.view:
             found = [(name, p) for name, p in super().named_parameters(*args, **kwargs) if not p.is_meta]
         yield from found
+
+
+def _differentiable(tensor: Tensor) -> Tensor:
+    """Return a tensor that the next stage gets a gradient for, though all of this stage is frozen.
+
+    Schedules that split the backward find a stage's weight gradients by way of its inputs' gradients: where no input
+    asks for one they drop the weights' in silence.
+    """
+    if tensor.requires_grad or not tensor.is_floating_point() or not torch.is_grad_enabled():
+        return tensor
+    return tensor.detach().requires_grad_()
 
 
 def split_evenly(blocks: int, stages: int) -> list[range]:
