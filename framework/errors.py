@@ -51,7 +51,7 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.setting}: {self.reason}" + (f" Type {self.fix}." if self.fix else "")
+        return f"{self.setting}: {self.reason.rstrip('.')}." + (f" Type {self.fix}." if self.fix else "")
 
 
 class PlanError(UsageError):
