@@ -134,7 +134,7 @@ def forget_meshes() -> None:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return what a tensor and all its views (and `.data`) have in common; on the meta device too, where there is no address."""
+    """Return what a tensor and its views (`.data` too) have in common, also on the meta device (no addresses)."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -162,13 +162,14 @@ def in_place_operations(
     """Inside, `see(name, target, other arguments, keywords)` is told of every in-place operation before it runs.
 
     `torch.nn.init.trunc_normal_` does nothing at all on the meta device, and elsewhere draws until all values fit;
-    `see_trunc_normal(tensor, mean, std, a, b)` is asked instead, and the function itself runs only if that returns False.
+    `see_trunc_normal(tensor, mean, std, a, b)` is asked instead, and the function runs only if that returns False.
     A dispatch mode and not the public function mode: half of `torch.nn.init` is one function to the latter.
     """
     original = nn.init._no_grad_trunc_normal_
 
-    def trunc_normal(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
-        return tensor if see_trunc_normal(tensor, mean, std, a, b) else original(tensor, mean, std, a, b, generator)
+    def trunc_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen = see_trunc_normal(tensor, *args[:4])  # (mean, std, a, b), by position from `trunc_normal_`
+        return tensor if seen else original(tensor, *args, **kwargs)
 
     nn.init._no_grad_trunc_normal_ = trunc_normal
     try:
@@ -181,8 +182,8 @@ def in_place_operations(
 def global_indices(tensor: DTensor) -> list[Tensor]:
     """Return for each dim the indices in the whole that this rank's piece holds, in the order in which it holds them.
 
-    Shards are cut as `torch.chunk` does, uneven ones too. A `_StridedShard` (FSDP over a dim that tensor parallelism has
-    split) was cut after the mesh axes on its right.
+    Shards are cut as `torch.chunk` does, uneven ones too. A `_StridedShard` (FSDP over a dim that tensor parallelism
+    has split) was cut after the mesh axes on its right.
 
     Raises:
         RuntimeError: the result doesn't have the piece's shape, so the layout isn't one that is known here.

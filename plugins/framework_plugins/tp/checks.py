@@ -1,0 +1,174 @@
+"""Every reason why a model can't be split as a plan says, by layer name (P29)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+
+from torch import nn
+
+from framework.errors import Problem
+from framework_plugins.tp.layout import SPLIT_WORDS, WORDS, Layout, parent, resolve
+from framework_plugins.tp.ranges import every_rank_has_some
+
+HEAD_COUNTS = (
+    "heads", "n_heads", "num_heads", "n_head", "num_attention_heads",
+    "kv_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "num_key_value_heads",
+)  # fmt: skip
+"""Attributes in which attention modules keep how many heads they have."""
+
+
+def problems(
+    model: nn.Module, plan: Mapping[str, str] | None, size: int, *, sequence_parallel: bool, loss_parallel: bool
+) -> list[Problem]:
+    """Return all complaints about splitting `model` over `size` ranks.
+
+    Args:
+        model: whole and not split yet; on the meta device or real.
+        plan: pattern -> word; None = there is none.
+        size: ranks on axis tp, at least 2.
+        sequence_parallel: as in `DTensorParallel`.
+        loss_parallel: as in `DTensorParallel`.
+    """
+    if plan is None:
+        reason = f"{type(model).__name__} has no attribute `tp_plan` that says which layer is split how."
+        return [Problem("tp=dtensor", reason, "tp.plan={<layer pattern>:<colwise, rowwise, ...>}, or tp=none")]
+    unknown = [_unknown_word(pattern, word) for pattern, word in plan.items() if word not in WORDS]
+    known = {pattern: word for pattern, word in plan.items() if word in WORDS}
+    modules = dict(model.named_modules())
+    layout = resolve(known, modules)
+    found = [
+        *unknown,
+        *(_unmatched(pattern, modules) for pattern in layout.unmatched),
+        *(_clash(name, patterns, plan) for name, patterns in layout.clashes.items()),
+        *_layers(modules, layout, size),
+        *_heads(modules, layout, size),
+        *_ties(modules, layout),
+    ]
+    if not unknown and not layout.unmatched:
+        found += _left_out(modules, layout, sequence_parallel)
+    if sequence_parallel and not (layout.named("embedding") and layout.named("head")):
+        reason = "the plan needs an `embedding`, where sequences are cut, and a `head`, where they are joined again."
+        found.append(Problem("tp.sequence_parallel=true", reason, "tp.sequence_parallel=false"))
+    if loss_parallel and not layout.named("head"):
+        reason = "the plan has no `head`, so there are no split logits."
+        found.append(Problem("tp.loss_parallel=true", reason, "tp.loss_parallel=false"))
+    return found
+
+
+def _unknown_word(pattern: str, word: str) -> Problem:
+    near = get_close_matches(str(word), WORDS, 1, 0.0)[0]
+    reason = f"'{word}' is no way to split a layer; there are {', '.join(WORDS)}."
+    return Problem(f"tp.plan.'{pattern}'={word}", reason, f"{pattern}: {near}")
+
+
+def _unmatched(pattern: str, modules: Mapping[str, nn.Module]) -> Problem:
+    """Name the nearest layer, with the pattern's stars put back where the layer has a number."""
+    near = get_close_matches(pattern.replace("*", "0"), [name for name in modules if name], 1, 0.0)
+    fix = ".".join("*" if part.isdecimal() and "*" in pattern else part for part in near[0].split(".")) if near else ""
+    return Problem(f"tp.plan.'{pattern}'", "no layer of the model has such a name.", fix)
+
+
+def _clash(name: str, patterns: list[str], plan: Mapping[str, str]) -> Problem:
+    said = " and ".join(f"'{pattern}' says {plan[pattern]}" for pattern in patterns)
+    return Problem(f"tp.plan.'{patterns[-1]}'", f"layer {name} is named twice: {said}.", "one pattern for each layer")
+
+
+def _layers(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Iterator[Problem]:
+    """Yield complaints about kinds and dimensions of split layers."""
+    for name in layout.named(*SPLIT_WORDS):
+        module, word = modules[name], layout.words[name]
+        wanted = nn.Embedding if word == "embedding" else nn.Linear
+        setting = f"tp.plan '{name}: {word}'"
+        if not isinstance(module, wanted) or type(module).forward is not wanted.forward:
+            reason = f"layer {name} is a {type(module).__name__}; only torch's {wanted.__name__} can be split so."
+            yield Problem(setting, reason)
+        elif isinstance(module, nn.Embedding):
+            if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+                reason = f"layer {name} has max_norm, scale_grad_by_freq or sparse, which see all rows at once."
+                yield Problem(setting, reason, f"a plan without '{name}'")
+            if not every_rank_has_some(module.num_embeddings, size):
+                yield _indivisible(name, "rows", module.num_embeddings, size)
+        elif isinstance(module, nn.Linear):
+            if word == "head" and not every_rank_has_some(module.out_features, size):
+                yield _indivisible(name, "output features", module.out_features, size)
+            if word == "colwise" and module.out_features % size:
+                yield _indivisible(name, "output features", module.out_features, size)
+            if word == "rowwise" and module.in_features % size:
+                yield _indivisible(name, "input features", module.in_features, size)
+    for name, attribute in layout.divided:
+        value = getattr(modules[name], attribute, None)
+        if not isinstance(value, int):
+            reason = f"layer {name} has no integer attribute '{attribute}'."
+            yield Problem(f"tp.plan '{name}.{attribute}: divide'", reason)
+        elif value % size:
+            yield _indivisible(name, attribute, value, size)
+
+
+def _indivisible(name: str, what: str, count: int, size: int) -> Problem:
+    fit = max(n for n in range(1, size + 1) if count % n == 0)
+    fix = f"tp.size={fit}" if fit > 1 else "tp=none"
+    return Problem(f"tp.size={size}", f"layer {name} has {count} {what}, which {size} ranks can't share evenly.", fix)
+
+
+def _heads(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Iterator[Problem]:
+    """Yield complaints about attention heads that a column-split layer would cut in two.
+
+    How many heads a layer has is read from its parent: an attribute of `HEAD_COUNTS`, or `head_dim`.
+    """
+    divided = set(layout.divided)
+    families: dict[str, list[str]] = {}
+    for name in layout.named("colwise"):
+        families.setdefault(parent(name), []).append(name)
+    for owner, layers in families.items():
+        module = modules[owner]
+        counts = {attribute: getattr(module, attribute, None) for attribute in HEAD_COUNTS}
+        told = False
+        for attribute, count in counts.items():
+            if isinstance(count, int) and count % size and (owner, attribute) not in divided:
+                told = True
+                yield _indivisible(owner, attribute, count, size)
+        width = getattr(module, "head_dim", None)
+        if told or not isinstance(width, int):
+            continue
+        for name in layers:
+            outputs = getattr(modules[name], "out_features", 0)
+            if outputs % width == 0 and outputs % size == 0 and (outputs // width) % size:
+                yield _indivisible(name, f"heads ({outputs} = {outputs // width} x head_dim {width})",
+                                   outputs // width, size)  # fmt: skip
+
+
+def _ties(modules: Mapping[str, nn.Module], layout: Layout) -> Iterator[Problem]:
+    """Yield complaints about one parameter that two layers would hold in different layouts."""
+    cuts = {"colwise": "rows", "head": "rows", "embedding": "rows", "rowwise": "columns"}
+    holders: dict[nn.Parameter, tuple[str, str]] = {}
+    for name, module in modules.items():
+        cut = cuts.get(layout.words.get(name, ""), "whole")
+        for parameter in module.parameters(recurse=False):
+            first, other = holders.setdefault(parameter, (name, cut))
+            if other != cut:
+                reason = f"layers {first} and {name} share one parameter, but the plan cuts it by {other} and by {cut}."
+                yield Problem("tp=dtensor", reason, "a plan that names both layers, as embedding and head say")
+
+
+def _left_out(modules: Mapping[str, nn.Module], layout: Layout, sequence_parallel: bool) -> list[Problem]:
+    """Complain about layers with parameters that no pattern names where it matters what their input is.
+
+    Beside a `colwise` or `rowwise` layer the input may be split, and with sequence parallelism it may be a piece of the
+    sequence; then each rank's gradient is only a part, and nothing else would notice.
+    """
+    covered = set(layout.words)
+    families = {parent(name) for name in layout.named("colwise", "rowwise")}
+    found = []
+    for name, module in modules.items():
+        inside = any(name == one or name.startswith(f"{one}.") for one in covered)
+        if inside or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        where = name or "the model itself"
+        if name and parent(name) in families:
+            reason = f"layer {where} stands beside split layers; the plan must say what it gets."
+            found.append(Problem("tp=dtensor", reason, f"{name}: shared (split activations), copied (whole) or norm"))
+        elif sequence_parallel:
+            reason = f"{where} has parameters, but the plan doesn't say whether it gets a piece of the sequence."
+            found.append(Problem("tp.sequence_parallel=true", reason, f"{name or '<layer>'}: norm (a piece) or copied"))
+    return found

@@ -1,0 +1,165 @@
+"""Tensor parallelism against one process, in double precision (P29 to P32)."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import Bounds, Result, disagreements, train
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from tp_models import Gpt, batches
+
+from framework.adapters.torch_private import replicate
+from framework.clipping import clip_, total_norm
+from framework.mesh import Mesh
+from framework.parts import ModelPart, whole
+from framework.plan import MeshSpec, RunPlan
+from framework_plugins.activation.full import Full
+from framework_plugins.activation.selective import Selective
+from framework_plugins.tp.dtensor import DTensorParallel
+
+LR, MOMENTUM = 0.1, 0.9
+
+
+def loss_of(model: Any, piece: dict[str, Tensor]) -> tuple[Tensor, float]:
+    output = model.training_step(piece)
+    return output["loss"], float(output["weight"])
+
+
+def truth(settings: dict[str, Any], clip: float | None = None) -> Result:
+    """One process."""
+    steps = [[batch] for batch in batches(vocab=settings.get("vocab", 12))]
+    return train(Gpt(**settings).init_weights(), steps, loss_of, lr=LR, momentum=MOMENTUM, clip=clip)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def split(model: Gpt, mesh: Mesh, option: DTensorParallel) -> ModelPart:
+    plan = RunPlan(run_id="r", run_dir="/nowhere", mesh=mesh.spec)
+    assert not option.check_model(plan=plan, model=model)
+    part = whole(model)
+    option.apply_tensor_parallel(part=part, mesh=mesh)
+    return part
+
+
+def entered(part: ModelPart) -> ExitStack:
+    stack = ExitStack()
+    for context in part.contexts:
+        stack.enter_context(context())
+    return stack
+
+
+def run(
+    settings: dict[str, Any],
+    words: dict[str, Any],
+    axes: dict[str, int],
+    clip: float | None = None,
+    meta: bool = False,
+    activation: Any = None,
+) -> Result:
+    """A hand-written loop over a split model; every rank returns whole tensors."""
+    mesh = Mesh(MeshSpec(**axes))
+    start = Gpt(**settings).init_weights()
+    with torch.device("meta" if meta else "cpu"):
+        model = Gpt(**settings)
+    if not meta:
+        model.init_weights()
+    part = split(model, mesh, DTensorParallel(**words))
+    if activation is not None:
+        activation.apply_activation_checkpointing(part=part)
+    if mesh.size("dp_shard") > 1:
+        for block in part.blocks.values():
+            fully_shard(block, mesh=mesh["dp_shard"])
+        fully_shard(model, mesh=mesh["dp_shard"])
+    if mesh.size("dp_replicate") > 1:
+        replicate(model, mesh["dp_replicate"], set())
+    if meta:
+        model.to_empty(device="cpu")
+        if settings.get("tied"):
+            model.head.weight = model.tokens.weight
+        for name, parameter in model.named_parameters():
+            source = start.get_parameter(name).detach()
+            with torch.no_grad():
+                if isinstance(parameter, DTensor):
+                    source = distribute_tensor(source, parameter.device_mesh, parameter.placements)
+                parameter.copy_(source)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [name for name, _ in start.named_parameters()]
+    before = {name: full(p) for name, p in model.named_parameters()}
+    for name, parameter in start.named_parameters():
+        assert torch.equal(before[name], parameter), name
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    result = Result()
+    ranks = mesh.size("dp_shard") * mesh.size("dp_replicate")
+    for step, batch in enumerate(batches(vocab=settings.get("vocab", 12))):
+        mine = {name: column.chunk(ranks)[mesh.data_rank] for name, column in batch.items()}
+        total = (batch["targets"] != -100).sum()
+        optimizer.zero_grad()
+        with entered(part):
+            output = model.training_step(mine) if ranks == 1 else through_call(model, mine)
+            assert type(output["loss"]) is Tensor, "a loss as a user knows it"
+            share = output["loss"] * output["weight"] / total
+            (share * ranks).backward()
+        logged = share.detach().clone()
+        for axis in ("dp_shard", "dp_replicate"):
+            dist.all_reduce(logged, group=mesh.group(axis))
+        result.losses.append(float(logged))
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            assert parameter.grad.placements == parameter.placements, name
+        result.grad_norms.append(float(total_norm(model.parameters(), mesh)))
+        if step == 0:
+            result.first_gradients = {name: full(p.grad) for name, p in model.named_parameters()}
+        if clip is not None:
+            clip_(model.parameters(), mesh, clip)
+        optimizer.step()
+    result.updates = {name: full(p) - before[name] for name, p in model.named_parameters()}
+    return result
+
+
+def through_call(model: Gpt, batch: dict[str, Tensor]) -> Any:
+    """`training_step`, with the hooks of a data-parallel wrap: the root's call is inside it."""
+    return model.training_step(batch)
+
+
+SP, LP = {"sequence_parallel": True}, {"loss_parallel": True}
+ROWS = {
+    "tp2": ({}, {}, {"tp": 2}, {}),
+    "tp2 without biases": ({"bias": False}, {}, {"tp": 2}, {}),
+    "tp2 clip": ({}, {}, {"tp": 2}, {"clip": 0.1}),
+    "tp2 sp": ({}, SP, {"tp": 2}, {}),
+    "tp2 lp": ({}, LP, {"tp": 2}, {}),
+    "tp2 sp lp meta": ({}, {**SP, **LP}, {"tp": 2}, {"meta": True}),
+    "tp2 tied": ({"tied": True, "bias": False}, {}, {"tp": 2}, {}),
+    "tp2 tied sp lp meta": ({"tied": True, "bias": False}, {**SP, **LP}, {"tp": 2}, {"meta": True}),
+    "tp4 sp lp clip": ({"kv_heads": 4}, {**SP, **LP}, {"tp": 4}, {"clip": 0.1}),
+    "tp2 full AC": ({}, SP, {"tp": 2}, {"activation": Full()}),
+    "tp2 selective AC": ({}, {**SP, **LP}, {"tp": 2}, {"activation": Selective()}),
+    "fsdp2 x tp2 clip": ({}, {}, {"dp_shard": 2, "tp": 2}, {"clip": 0.1}),
+    "fsdp2 x tp2 sp lp meta full AC": (
+        {},
+        {**SP, **LP},
+        {"dp_shard": 2, "tp": 2},
+        {"meta": True, "activation": Full()},
+    ),
+    "replicate2 x tp2 sp clip": ({}, SP, {"dp_replicate": 2, "tp": 2}, {"clip": 0.1}),
+    "vocabulary 9 on 2": ({"vocab": 9}, {}, {"tp": 2}, {"clip": 0.1}),
+    "vocabulary 9 on 2 lp": ({"vocab": 9}, {**SP, **LP}, {"tp": 2}, {"meta": True}),
+    "vocabulary 9 on 2 tied, fsdp2": ({"vocab": 9, "tied": True, "bias": False}, LP, {"dp_shard": 2, "tp": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_equals_one_process(pool, row: str) -> None:
+    settings, words, axes, options = ROWS[row]
+    want = truth(settings, options.get("clip"))
+    for got in pool.run(run, math.prod(axes.values()), settings, words, axes, **options):
+        assert disagreements(got, want, Bounds()) == []
