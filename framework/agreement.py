@@ -32,8 +32,8 @@ def gather(value: Any) -> list[Any]:
 def together(what: str, action: Callable[[], T], error: type[FrameworkError]) -> T:
     """Run `action` on every rank; if it fails on any, raise `error` on all, with the failing ranks and their words.
 
-    Collective, so also a barrier: when it returns, `action` is done on all ranks. `action` must not wait for other ranks
-    at a place where one of them may have failed already.
+    Collective, so also a barrier: when it returns, `action` is done on all ranks. `action` must not wait for other
+    ranks at a place where one of them may have failed already.
 
     Args:
         what: the beginning of the message, "Saving step-000004".

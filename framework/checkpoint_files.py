@@ -1,0 +1,233 @@
+"""How checkpoints lie on disk, and which of them may be trusted; imports no torch, so that the launcher can ask too.
+
+A run's checkpoints are directories `run_dir/checkpoints/step-000012`, each with::
+
+    rank-00000.safetensors ...   tensors, a file a rank that had something to write
+    index.json                   where each piece of each tensor lies
+    state.json                   everything that is not a tensor
+    meta.json                    the commit mark: step, order of saving, and the size of every other file
+
+All is written into `.step-000012.tmp`; once every rank has flushed its file to disk, rank 0 writes `meta.json` and
+renames the directory. So a directory with its proper name is complete unless it was damaged later; names that begin
+with a dot are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.errors import FrameworkError
+from framework.plan import Checkpoint
+
+FORMAT = 1
+"""Raised when the layout changes in a way that older code can't read."""
+FOLDER = "checkpoints"
+LAST = "last"
+"""Symbolic link to the newest checkpoint, for people; the program looks at the commit marks."""
+META = "meta.json"
+INDEX = "index.json"
+STATE = "state.json"
+SCORE = "score.json"
+"""The monitored metric's value, added when it is known; not part of what makes a checkpoint complete."""
+
+_STEP_NAME = re.compile(r"step-(\d+)(-.*)?")
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(FrameworkError):
+    """A checkpoint can't be written or read; the message names path, rank and cause."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a commit mark says.
+
+    Attributes:
+        path: the checkpoint's directory.
+        step: optimizer steps done.
+        saves: number of this save in its folder, from 1: the order of saving, which need not be that of the steps.
+        score: value of the monitored metric, None if there is none.
+    """
+
+    path: Path
+    step: int
+    saves: int
+    score: float | None = None
+
+
+def step_name(step: int) -> str:
+    """Name of the checkpoint of optimizer step `step`; only characters that the shell and Hydra take literally."""
+    return f"step-{step:06d}"
+
+
+def folder_of(run_dir: str | os.PathLike[str]) -> Path:
+    """Folder of a run's checkpoints."""
+    return Path(run_dir) / FOLDER
+
+
+def read_json(path: Path) -> Any:
+    """Read one JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write one JSON file so that a reader finds the old content or the whole new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable (renames and new files are else lost in a power cut)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(temporary: Path, final: Path, step: int, world_size: int) -> None:
+    """Turn the finished directory `temporary` into the checkpoint `final`, replacing an older one of that name."""
+    siblings = marks(final.parent)[0]
+    files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+    mark = {
+        "format": FORMAT,
+        "step": step,
+        "saves": 1 + max((mark.saves for mark in siblings), default=0),
+        "world_size": world_size,
+        "files": files,
+    }
+    write_json(temporary / META, mark)
+    if final.is_dir() and not final.is_symlink():
+        remove(final)
+    temporary.rename(final)
+    sync_folder(final.parent)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint; it vanishes at once under its name, so that nobody finds half of it."""
+    path = Path(path)
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        doomed = path.with_name(f".{path.name}.removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def link_last(path: Path) -> None:
+    """Point `last` beside `path` to it, in one atomic step: it is never missing and never dangles."""
+    temporary = path.with_name(f".{LAST}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(path.name, target_is_directory=True)
+    link = path.with_name(LAST)
+    if link.is_dir() and not link.is_symlink():
+        raise CheckpointError(f"{link} should be a link to {path.name}, but it is a directory: move it away")
+    temporary.replace(link)
+
+
+def read_mark(path: str | os.PathLike[str]) -> Mark:
+    """Check a checkpoint and return its commit mark.
+
+    Raises:
+        CheckpointError: the directory isn't a complete checkpoint, and why.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint: there is no such directory")
+    try:
+        mark = read_json(path / META)
+        step, saves, files = int(mark["step"]), int(mark["saves"]), dict(mark["files"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a complete checkpoint: its commit mark {META} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {META} can't be read ({error})") from error
+    if mark["format"] > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {mark['format']}, but this version reads up to {FORMAT}: use a newer version"
+        )
+    _check_sizes(path, files)
+    return Mark(path, step, saves, _score(path))
+
+
+def _check_sizes(path: Path, files: Mapping[str, int]) -> None:
+    for name, size in files.items():
+        try:
+            actual = (path / name).stat().st_size
+        except OSError:
+            raise CheckpointError(f"{path} is not a complete checkpoint: {name} is missing") from None
+        if actual != size:
+            raise CheckpointError(
+                f"{path} is not a complete checkpoint: {name} has {actual} bytes, but {size} were written"
+            )
+
+
+def _score(path: Path) -> float | None:
+    try:
+        return float(read_json(path / SCORE)["value"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s can't be read (%s): the checkpoint counts as not scored", path / SCORE, error)
+        return None
+
+
+def is_complete(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a directory is a complete checkpoint."""
+    try:
+        read_mark(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def marks(folder: Path) -> tuple[list[Mark], list[CheckpointError]]:
+    """Return the complete checkpoints in a folder, oldest save first, and what is wrong with each of the others.
+
+    Names that begin with a dot are saves that never ended or removals, and other names aren't ours: neither counts.
+    """
+    good, bad = [], []
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    for path in paths:
+        if _STEP_NAME.fullmatch(path.name) and path.is_dir():
+            try:
+                good.append(read_mark(path))
+            except CheckpointError as error:
+                bad.append(error)
+    return sorted(good, key=lambda mark: (mark.saves, mark.step)), bad
+
+
+def newest_complete(run_dir: str | os.PathLike[str]) -> Checkpoint | None:
+    """Return the newest complete checkpoint of a run; None if nothing was ever saved.
+
+    Damaged ones are skipped with a warning.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is complete. Starting at step 0 would throw work away in
+            silence.
+    """
+    folder = folder_of(run_dir)
+    good, bad = marks(folder)
+    for error in bad:
+        log.warning("Checkpoint skipped: %s", error)
+    if not good and bad:
+        causes = "; ".join(str(error) for error in bad)
+        raise CheckpointError(
+            f"The run has checkpoints in {folder}, but none is complete ({causes}). Nothing was deleted: repair one,"
+            f" move the folder away to start from the beginning, or give another one with ckpt_path=PATH"
+        )
+    return Checkpoint(str(good[-1].path), good[-1].step) if good else None

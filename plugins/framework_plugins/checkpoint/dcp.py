@@ -1,0 +1,80 @@
+"""`checkpoint=dcp`: sharded checkpoints that any other mix of parallelism can resume from.
+
+Every rank writes what it holds, under global names, with torch.distributed.checkpoint's plans (DCP) into safetensors
+files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from framework import Problem, RunPlan, hookimpl
+from framework.checkpoint_files import newest_complete
+from framework.plan import Checkpoint
+
+if TYPE_CHECKING:
+    from framework_plugins.checkpoint.callback import Checkpoints
+    from framework_plugins.checkpoint.store import ShardedStore
+
+
+@dataclass(kw_only=True, eq=False)
+class DCP:
+    """Sharded checkpoints.
+
+    Attributes:
+        every_n_steps: optimizer steps between two saves; 0 = only at the end, on request, and when `monitor` is new.
+        keep: how many of the newest are kept, at least 1; a damaged newest one needs an older one to fall back on.
+        save_top_k: how many of the best by `monitor` are kept besides; -1 = delete none, 0 = save nothing at all.
+        monitor: name of the logged metric that says which is best; null = the newest counts.
+        mode: whether the best metric is the `min` or the `max`.
+        save_last: `link` = `checkpoints/last` points to the newest; `none` = no link.
+    """
+
+    every_n_steps: int = 100
+    keep: int = 2
+    save_top_k: int = 1
+    monitor: str | None = None
+    mode: str = "min"
+    save_last: str = "link"
+
+    @hookimpl
+    def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
+        """Check the ranges of the settings."""
+        rules = [
+            (
+                "every_n_steps",
+                self.every_n_steps >= 0,
+                "it is a count of optimizer steps",
+                "checkpoint.every_n_steps=100",
+            ),
+            ("keep", self.keep >= 1, "the newest checkpoint is always kept", "checkpoint.keep=1"),
+            ("save_top_k", self.save_top_k >= -1, "it is a count, or -1 for all", "checkpoint.save_top_k=-1"),
+            ("mode", self.mode in ("min", "max"), "the best is the smallest or the largest", "checkpoint.mode=min"),
+            ("save_last", self.save_last in ("link", "none"), "it is link or none", "checkpoint.save_last=link"),
+        ]
+        return [
+            Problem(f"checkpoint.{name}={getattr(self, name)}", reason, fix)
+            for name, good, reason, fix in rules
+            if not good
+        ]
+
+    @hookimpl
+    def newest_complete(self, plan: RunPlan) -> Checkpoint | None:
+        """Return the newest complete checkpoint of this run; see `framework.checkpoint_files.newest_complete`."""
+        return newest_complete(plan.run_dir)
+
+    @hookimpl
+    def make_checkpoint_io(self, plan: RunPlan) -> ShardedStore:
+        """Return the store."""
+        from framework_plugins.checkpoint.store import ShardedStore
+
+        return ShardedStore()
+
+    @hookimpl
+    def make_callbacks(self, plan: RunPlan) -> Sequence[Checkpoints]:
+        """Return the callback that saves and tidies."""
+        from framework_plugins.checkpoint.callback import Checkpoints
+
+        return [Checkpoints(self, plan.run_dir)]
