@@ -1,4 +1,4 @@
-"""Benchmarks: `python tools/bench.py overhead | memory | start [--json FILE]`. Prints a table; `--json` keeps the figures.
+"""Benchmarks: `python tools/bench.py [--json FILE] overhead | memory | start`. Prints a table; `--json` keeps figures.
 
 They measure, they don't judge: nothing here is a timed test. Run them on a machine that does nothing else.
 """
@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
     if arguments.command == "overhead":
         from benchmarks import overhead
 
-        report = overhead.measure(
-            arguments.cases, arguments.rounds, arguments.warmup, arguments.steps, arguments.bar, arguments.profile
-        )
+        names = [field.name for field in fields(overhead.Settings)]
+        settings = overhead.Settings(**{name: getattr(arguments, name) for name in names})
+        report = overhead.measure(arguments.cases, settings)
         return report, overhead.table(report)
     if arguments.command == "memory":
         from benchmarks import memory

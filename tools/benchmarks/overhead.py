@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -32,7 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import framework
-from framework.plan import BatchSpec, MeshSpec, RunPlan
+from framework.compose import compose
+from framework.plan import RunPlan
 
 WIDTH = 64
 BATCH = 8
@@ -181,32 +183,41 @@ def ours(case: str, timer: Timer, folder: str, bar: bool) -> None:
 
 
 def plan(case: str, folder: str, steps: int, bar: bool) -> RunPlan:
-    """Return the plan of one case: the bundled options, the same logging as plain Lightning."""
-    ranks = CASES[case]
-    components: dict[str, Any] = {
-        "precision": {"_target_": "framework_plugins.precision.formats.Formats", "option": "fp32"},
-        "sampler": {"_target_": "framework_plugins.sampler.consistent.Consistent", "option": "consistent"},
-        "logger": {"csv": {"_target_": "framework_plugins.logger.csv.Csv", "save_dir": folder}},
-    }
-    mesh = MeshSpec()
-    if case == "ddp":
-        components["strategy"] = {"_target_": "framework_plugins.strategy.ddp.DDP", "option": "ddp"}
-        mesh = MeshSpec(dp_replicate=ranks)
-    elif case == "fsdp":
-        components["strategy"] = {"_target_": "framework_plugins.strategy.fsdp.FSDP", "option": "fsdp"}
-        mesh = MeshSpec(dp_shard=ranks)
-    return RunPlan(
-        run_id=f"bench-{case}", run_dir=folder, mesh=mesh, batch=BatchSpec(BATCH * ranks, BATCH, 1, 1, ranks), threads=1,
-        trainer={"max_steps": steps, "max_epochs": -1, "log_every_n_steps": LOG_EVERY, "enable_progress_bar": bar},
-        components=components,
-    )  # fmt: skip
+    """Return the plan of one case, as typed by a user: the bundled options, the same logging as plain Lightning."""
+    words = [
+        *([] if case == "single" else [f"strategy={case}"]),
+        *(f"{slot}=none" for slot in ("model", "data", "checkpoint", "recovery", "logs")),
+        "logger=[csv]", f"devices={CASES[case]}", f"global_batch_size={BATCH * CASES[case]}", "threads=1",
+        f"trainer.max_steps={steps}", f"trainer.log_every_n_steps={LOG_EVERY}",
+        f"trainer.enable_progress_bar={str(bar).lower()}", f"run_dir={folder}",
+    ]  # fmt: skip
+    return compose(words, model=False)
 
 
 LOOPS = {"hand": hand, "lightning": plain, "framework": ours}
 
 
-def run_case(case: str, rounds: int, warmup: int, steps: int, bar: bool, profile: bool) -> dict[str, Any]:
-    """Run all sides in turn, `rounds` times; called on each rank with the process group made.
+@dataclass(frozen=True)
+class Settings:
+    """What is run.
+
+    Attributes:
+        rounds: how often each side runs.
+        warmup: steps that aren't measured.
+        steps: steps in all.
+        bar: with each side's progress bar.
+        profile: find out where the time goes (slows every side down).
+    """
+
+    rounds: int
+    warmup: int
+    steps: int
+    bar: bool = False
+    profile: bool = False
+
+
+def run_case(case: str, settings: Settings) -> dict[str, Any]:
+    """Run all sides in turn, `settings.rounds` times; called on each rank with the process group made.
 
     Returns:
         side -> `cpu_ms` and `wall_ms` a step (one a round), and with `profile` where the time went.
@@ -215,9 +226,10 @@ def run_case(case: str, rounds: int, warmup: int, steps: int, bar: bool, profile
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     result: dict[str, Any] = {side: {"cpu_ms": [], "wall_ms": []} for side in SIDES}
-    for number in range(rounds):
-        for side in SIDES[number % 3 :] + SIDES[: number % 3]:
-            profiler = cProfile.Profile() if profile else None
+    warmup, steps, bar = settings.warmup, settings.steps, settings.bar
+    for number in range(settings.rounds):
+        for side in SIDES[number % len(SIDES) :] + SIDES[: number % len(SIDES)]:
+            profiler = cProfile.Profile() if settings.profile else None
             timer = Timer(warmup, steps, profiler)
             with tempfile.TemporaryDirectory() as folder, _quiet(bar):
                 LOOPS[side](case, timer, folder, bar)
@@ -234,7 +246,7 @@ def _quiet(bar: bool) -> AbstractContextManager[Any]:
     """Bars are drawn into nothing: what is measured is the drawing, not a terminal."""
     from contextlib import redirect_stdout
 
-    return redirect_stdout(open(os.devnull, "w")) if bar else nullcontext()  # noqa: SIM115
+    return redirect_stdout(open(os.devnull, "w")) if bar else nullcontext()
 
 
 def where(profiler: cProfile.Profile, steps: int) -> dict[str, Any]:
@@ -258,14 +270,14 @@ def _package(file: str) -> str:
     return "builtins" if file == "~" else "python"
 
 
-def measure(cases: Iterable[str], rounds: int, warmup: int, steps: int, bar: bool, profile: bool) -> dict[str, Any]:
+def measure(cases: Iterable[str], settings: Settings) -> dict[str, Any]:
     """Measure each case; figures are medians over rounds, means over ranks."""
     from framework.testing import run_ranks
 
     report = {}
     for case in cases:
-        limit = 60.0 + rounds * steps
-        ranks = run_ranks(run_case, CASES[case], case, rounds, warmup, steps, bar, profile, timeout=limit)
+        limit = 60.0 + settings.rounds * settings.steps
+        ranks = run_ranks(run_case, CASES[case], case, settings, timeout=limit)
         figures: dict[str, Any] = {}
         for side in SIDES:
             figures[side] = {
@@ -273,7 +285,7 @@ def measure(cases: Iterable[str], rounds: int, warmup: int, steps: int, bar: boo
                 "wall_ms": mean(median(rank[side]["wall_ms"]) for rank in ranks),
                 "cpu_ms_rounds": [rank[side]["cpu_ms"] for rank in ranks],
             }
-            if profile:
+            if settings.profile:
                 figures[side]["profile"] = ranks[0][side]["profile"]
         figures["framework_to_lightning"] = figures["framework"]["cpu_ms"] / figures["lightning"]["cpu_ms"]
         figures["framework_minus_hand_ms"] = figures["framework"]["cpu_ms"] - figures["hand"]["cpu_ms"]
