@@ -1,12 +1,18 @@
-"""For all tests: `tests/` is importable (`import reference`), and one set of processes serves a whole session."""
+"""For all tests: `tests/` is importable (`import reference`), skips are listed, one set of processes serves a session."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from skip_list import SkipList, allowed_skips
 
 from framework.testing import WorkerPool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fail a session in which a test skips that isn't in `skips.toml`."""
+    config.pluginmanager.register(SkipList(allowed_skips()), "skip-list")
 
 
 @pytest.fixture(scope="session")
