@@ -29,6 +29,7 @@ from framework.adapters import lightning_private
 from framework.checkpoint import StateKeeper
 from framework.clipping import clip_
 from framework.data import Loaders
+from framework.empty_stage import forget, placeholder
 from framework.errors import RunFailedError
 from framework.evaluation import Evaluation, Piece
 from framework.mesh import Mesh
@@ -157,10 +158,14 @@ class MeshStrategy(ParallelStrategy):
         self.state = StateKeeper(self, module)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
-            made = self.manager.hook.make_optimizer(module=module, plan=self.plan)
-            if made is not None:
-                module.configure_optimizers = lambda: made  # type: ignore[method-assign]
-            self.setup_optimizers(trainer)
+            with ExitStack() as stack:
+                # a frozen stage builds the same optimizer, over nothing
+                filler = stack.enter_context(placeholder(module)) if self.plan.mesh.pp > 1 else None
+                made = self.manager.hook.make_optimizer(module=module, plan=self.plan)
+                if made is not None:
+                    module.configure_optimizers = lambda: made  # type: ignore[method-assign]
+                self.setup_optimizers(trainer)
+                forget(filler, self.optimizers)
             self._hold_schedule_on_skipped_steps(module, trainer)
         self.setup_precision_plugin()
         self.barrier("setup")
