@@ -189,7 +189,7 @@ class Session:
         self._rank = rank
         self._root = logging.getLogger()
         self._before = self._root.level
-        self._adopted: list[tuple[logging.Logger, logging.Handler | None, bool]] = []
+        self._adopted: list[tuple[logging.Logger, logging.Handler, bool]] = []
         redact = Redactor(names=settings.secret_names)
         self._log = RankLog(log_file(plan.run_dir, rank), redact, settings.flush_entries)
         self._handlers: list[logging.Handler] = [self._log]
