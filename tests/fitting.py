@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from torch.utils.data import Dataset
-from user_modules import Probe, loader
+from user_modules import Probe, Seen, loader
 
 from framework.plan import RunPlan
 from framework.trainer import Trainer
@@ -25,7 +25,7 @@ def fit(
     logger: Any = None,
     loss: str = "train_loss",
     tensors: bool = True,
-) -> Probe:
+) -> Seen:
     """Train `module()` on `dataset`, in order, and return what the probe saw.
 
     Args:
@@ -47,7 +47,8 @@ def fit(
     trainer.fit(module(), loader(dataset, plan.batch.local_batch_size), ckpt_path=ckpt_path)
     if save_to is not None:
         trainer.save_checkpoint(save_to)
-    probe.scale = trainer.precision_plugin.state_dict().get("scale", {}).get("scale")
-    probe.grad_norm = None if trainer.strategy.grad_norm is None else float(trainer.strategy.grad_norm)
-    probe.global_step = trainer.global_step
-    return probe
+    seen, precision = probe.seen, trainer.precision_plugin
+    seen.scale = precision.state_dict().get("scale", {}).get("scale")
+    seen.skipped = precision.skipped_steps
+    seen.grad_norm = None if trainer.strategy.grad_norm is None else float(trainer.strategy.grad_norm)
+    return seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -100,37 +101,51 @@ def regression(samples: int, seed: int = 11, dtype: torch.dtype = torch.float32)
     return Rows(x=x, y=y)
 
 
+@dataclass
+class Seen:
+    """What a run showed on one rank: lists by optimizer step, mappings by parameter name. All tensors are whole."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    final: dict[str, Tensor] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    global_step: int = 0
+    grad_norm: float | None = None
+    scale: float | None = None
+    skipped: int = 0
+
+
 class Probe(Callback):
     """Collects, on every rank, what the reference is compared with.
 
-    All tensors are whole: shards are put together, and the parameters of other stages fetched.
+    Args:
+        loss: name under which the module logs its loss.
+        tensors: collect gradients and weights too.
     """
 
     def __init__(self, loss: str = "train_loss", tensors: bool = True) -> None:
         self.loss = loss
         self.tensors = tensors
-        self.losses: list[float] = []
-        self.gradients: list[dict[str, Tensor]] = []
-        self.initial: dict[str, Tensor] = {}
-        self.final: dict[str, Tensor] = {}
-        self.rates: list[float] = []
-        self.optimizer_steps = 0
+        self.seen = Seen()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.initial = gathered(pl_module.named_parameters())
+        self.seen.initial = gathered(pl_module.named_parameters())
+        self.seen.global_step = trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
-        self.rates.append(optimizer.param_groups[0]["lr"])
+        self.seen.rates.append(float(optimizer.param_groups[0]["lr"]))
         if self.tensors:
-            self.gradients.append(gathered((n, p.grad) for n, p in pl_module.named_parameters() if p.grad is not None))
+            gradients = ((n, p.grad) for n, p in pl_module.named_parameters() if p.grad is not None)
+            self.seen.gradients.append(gathered(gradients))
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_step > self.optimizer_steps:
-            self.optimizer_steps = trainer.global_step
-            self.losses.append(float(trainer.callback_metrics[self.loss]))
+        if trainer.global_step > self.seen.global_step:
+            self.seen.global_step = trainer.global_step
+            self.seen.losses.append(float(trainer.callback_metrics[self.loss]))
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.final = gathered(pl_module.named_parameters())
+        self.seen.final = gathered(pl_module.named_parameters())
 
 
 def gathered(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -147,10 +162,9 @@ def gathered(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for rank, theirs in enumerate(everyone):
         for name, tensor in theirs.items():
-            if name in whole:
-                scale = whole[name].double().norm().clamp(min=1e-12)
-                apart = float((whole[name].double() - tensor.double()).norm() / scale)
-                if not apart <= 1e-6 and torch.isfinite(tensor).all():
+            first = whole.setdefault(name, tensor)
+            if first.isfinite().all() and tensor.isfinite().all():
+                apart = float((first.double() - tensor.double()).norm() / first.double().norm().clamp(min=1e-12))
+                if apart > 1e-6:
                     raise AssertionError(f"{name} on rank {rank} is {apart:.1e} away from that of the ranks before")
-            whole.setdefault(name, tensor)
     return whole

@@ -83,10 +83,11 @@ def _make(task: Task) -> Done:
             value = fn(*args, **kwargs)
             return Done(value=pickle.dumps(value))
         except (Exception, SystemExit) as error:
-            text = traceback.format_exc()
-            sys.stderr.write(text)
             return Done(
-                error=f"{type(error).__name__}: {error}", kind=type(error).__name__, traceback=text, time=time.time()
+                error=f"{type(error).__name__}: {error}",
+                kind=type(error).__name__,
+                traceback=traceback.format_exc(),
+                time=time.time(),
             )
         finally:
             sys.stdout.flush()

@@ -248,7 +248,9 @@ def _failure(done: Mapping[int, Done], late: Sequence[int], ranks: Sequence[_Ran
     first = min(failed, key=order)
     report = failed[first]
     others = f" (failed too: {sorted(set(failed) - {first})}; ended while waiting: {list(late)})"
-    text = f"Rank {first}: {report.error}{others if len(failed) > 1 or late else ''}\n{report.traceback}\n{logs}"
+    after = "".join(f"\n--- then rank {n}: ...{r.traceback[-1500:]}" for n, r in sorted(failed.items()) if n != first)
+    head = f"Rank {first}: {report.error}{others if len(failed) > 1 or late else ''}"
+    text = f"{head}\n{report.traceback}{after}\n{logs}"
     return RanksError(text, first, report.kind, {number: report.error for number, report in failed.items()})
 
 

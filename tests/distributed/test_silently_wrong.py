@@ -2,7 +2,7 @@
 
 (1) Schedules that split the backward, with parameters resharded after the forward; (2) Lightning's zero_grad between a
 pipeline's passes and `backward`; (3) torch's extra call of the last stage on the first step; (4) a precision that isn't
-the one asked for; (5) Trainer arguments that a strategy doesn't implement.
+the one asked for; (5) Trainer arguments that a strategy doesn't implement; (6) a frozen stage before a split backward.
 """
 
 from __future__ import annotations
@@ -46,6 +46,47 @@ def test_split_backward_needs_parameters_that_stay(pool, schedule):
     wrong = pool.run(run_resharding, 4, plan_of(mix), process_group=False)[0]
     lines = disagreements(wrong.result, reference_of(pool, mix), FP64)
     assert [line for line in lines if line.startswith("first gradient")], "torch was mended: the guard may go"
+
+
+# -- 6 ---------------------------------------------------------------------------------------------------------------
+class Frozen(Mlp):
+    """Four blocks, the first of which doesn't learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(9)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
+        self.layers[0].requires_grad_(False)
+
+
+def fit_without_asking_for_input_gradients(plan, data):
+    """Without the guard of `Stage`: what a frozen stage sends on asks for no gradient."""
+    from framework import stages
+
+    original, stages._differentiable = stages._differentiable, lambda tensor: tensor
+    try:
+        return fit(plan, Frozen, data)
+    finally:
+        stages._differentiable = original
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv", "dualpipev"])
+def test_split_backward_behind_a_frozen_stage(pool, schedule):
+    plan = make_plan(2, pp=schedule, microbatches=4, micro_batch_size=2)
+    data = regression(40)
+    (truth,) = pool.run(fit, 1, make_plan(1, micro_batch_size=8), Frozen, data, process_group=False)
+    right, wrong = (
+        pool.run(f, 2, plan, *a, process_group=False)[0].gradients[0]
+        for f, a in ((fit, (Frozen, data)), (fit_without_asking_for_input_gradients, (data,)))
+    )
+    learning = {name: gradient for name, gradient in truth.gradients[0].items() if not name.startswith("layers.0")}
+    for name, gradient in learning.items():
+        torch.testing.assert_close(right[name], gradient, rtol=1e-5, atol=1e-7)
+    second = [name for name in learning if name.startswith("layers.1")]
+    assert second
+    assert not all(name in wrong and torch.allclose(wrong[name], learning[name], rtol=1e-3) for name in second)
 
 
 # -- 2 ---------------------------------------------------------------------------------------------------------------
