@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from framework.compose import Request
     from framework.plan import RunPlan
 
-HYDRA_ONLY = ("cfg", "info", "shell_completion", "hydra_help", "version", "experimental_rerun")
+HYDRA_ONLY = ("cfg", "info", "shell_completion", "hydra_help")
 """Flags that only ask Hydra something; the command isn't looked at."""
 
 

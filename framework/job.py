@@ -97,7 +97,5 @@ def run(plan: RunPlan, model: Any) -> tuple[int, dict[str, Any]]:
 
     error = result.describe() or None
     summary = finish_summary(plan, result.status, result.restarts, error, resumed_from=result.resumed_from)
-    if result.error is not None:
-        console(stderr=True).print(error, markup=False)
     screen.print(end_table(summary))
     return result.exit_code, summary

@@ -208,7 +208,10 @@ def plan_batch(
     open_part = rank_share // prod(factors.values())
     if microbatches is None:
         needed = stages or pipeline_ranks
-        microbatches = _count(open_part, pipeline_ranks, needed)
+        if len(factors) == 2:  # accumulation and micro_batch_size are fixed: there is one answer
+            microbatches = open_part if open_part >= needed else None
+        else:
+            microbatches = _count(open_part, pipeline_ranks, needed)
         if microbatches is None:
             text = f"{_product(data_ranks, factors)} leave {open_part} to cut into micro-batches"
             reason = f"{global_batch_size} samples over {text}, fewer than the {needed} stages"
