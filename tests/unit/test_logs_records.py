@@ -255,6 +255,7 @@ def test_session_takes_over_and_gives_back(tmp_path: Path, monkeypatch: pytest.M
     plan = RunPlan(run_id="x", run_dir=str(tmp_path), mesh=MeshSpec(dp_replicate=2))
     plugin.on_worker_start(plan, 0)
     lightning.info("from lightning")
+    lightning.warning("trouble in lightning")
     logging.getLogger("user").warning("uses \x1b[1ms3cret-value")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -266,7 +267,8 @@ def test_session_takes_over_and_gives_back(tmp_path: Path, monkeypatch: pytest.M
     text = (tmp_path / "global.log").read_text()
     for expected in ("[rank 0] from lightning", "[rank 0] uses ***", "deprecated thing", "RuntimeError: the end"):
         assert expected in text
-    assert console.getvalue().count("from lightning") == 1
+    assert console.getvalue().count("from lightning") == 0, "libraries' INFO lines go to the files only"
+    assert console.getvalue().count("trouble in lightning") == 1
     assert "the end" not in console.getvalue(), "how a rank ended is the launcher's to tell"
     assert "s3cret" not in text + console.getvalue()
     assert "\x1b" not in text + console.getvalue()

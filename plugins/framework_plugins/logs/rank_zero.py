@@ -4,8 +4,8 @@ What is said reaches three places:
 
 * `run_dir/logs/rank_<n>.log`, at once (see `framework.log_records`: in memory that survives a killed process);
 * `run_dir/global.log`, in batches of `flush_entries` or after `flush_seconds`, identical lines once with their ranks;
-* the console, from rank 0's process, so that lines don't tear its progress bar: INFO once, whoever said it; warnings
-  and errors of any rank, with the rank.
+* the console, from rank 0's process, so that lines don't tear its progress bar: INFO once, whoever said it (but for
+  Lightning's and torch's own); warnings and errors of any rank, with the rank.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ REMEMBERED = 4096
 """Lines that the console remembers, to show each once."""
 NOISY = ("lightning", "lightning.pytorch", "lightning.fabric", "torch")
 """Loggers that print by themselves on every rank; here they go the common way."""
+LIBRARIES = ("lightning", "torch")
+"""Packages whose INFO lines go to the files only: the start screen says the same in fewer lines."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -130,6 +132,8 @@ class Console:
     def offer(self, ranks: set[int], level: int, logger: str, text: str, seconds: float) -> None:
         """Write to stderr, unless the line was shown for another rank."""
         if level < self._level or logger == MARKER:
+            return
+        if level < logging.WARNING and logger.partition(".")[0] in LIBRARIES:
             return
         name = logging.getLevelName(level)
         if self._pid != os.getpid():  # a forked loader worker: the lock may have been held when it was copied
