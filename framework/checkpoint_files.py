@@ -38,6 +38,7 @@ STATE = "state.json"
 SCORE = "score.json"
 """The monitored metric's value, added when it is known; not part of what makes a checkpoint complete."""
 
+_LEFTOVER = re.compile(r"\.step-.*\.(tmp|removed)")
 _STEP_NAME = re.compile(r"step-(\d+)(-.*)?")
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,9 @@ def commit(temporary: Path, final: Path, step: int, world_size: int) -> None:
         remove(final)
     temporary.rename(final)
     sync_folder(final.parent)
+    for leftover in final.parent.iterdir():  # of saves and removals that a crash interrupted; now nothing depends on them
+        if _LEFTOVER.fullmatch(leftover.name):
+            shutil.rmtree(leftover)
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -124,7 +128,8 @@ def remove(path: str | os.PathLike[str]) -> None:
         path.unlink()
     elif path.exists():
         doomed = path.with_name(f".{path.name}.removed")
-        shutil.rmtree(doomed, ignore_errors=True)
+        if doomed.exists():
+            shutil.rmtree(doomed)
         path.rename(doomed)
         shutil.rmtree(doomed)
 
