@@ -60,3 +60,34 @@ def test_verb_tells_how_it_is_called(name: str) -> None:
         assert not first
     if first:
         assert verb in ("make", "newest", "shard"), f"{name}: only hooks that build or find one thing stop at a result"
+
+
+ARGUMENTS = {
+    1: {
+        "config_roots": "", "config_groups": "", "add_hookspecs": "manager", "commands": "", "mesh_axes": "",
+        "requirements": "", "check_plan": "plan", "check_model": "plan model", "split_dims": "plan model",
+        "process_env": "plan", "make_launcher": "plan", "make_restart_policy": "plan",
+        "on_worker_failure": "plan failure attempt", "newest_complete": "plan", "on_run_end": "plan error",
+        "on_worker_start": "plan rank", "make_precision": "plan", "make_checkpoint_io": "plan", "make_strategy": "plan",
+        "make_loggers": "plan", "make_callbacks": "plan", "make_stages": "module mesh plan",
+        "apply_tensor_parallel": "part mesh plan", "apply_expert_parallel": "part mesh plan",
+        "apply_context_parallel": "part mesh plan", "apply_activation_checkpointing": "part mesh plan",
+        "apply_compile": "part mesh plan", "apply_data_parallel": "part mesh plan",
+        "make_schedule": "parts mesh plan", "make_optimizer": "module plan",
+        "make_sampler": "dataset plan data_rank shuffle train", "shard_iterable": "dataset plan data_rank",
+        "on_checkpoint_saved": "path step",
+    },
+}  # fmt: skip
+"""What plugins written for each version of the hook API may rely on. A new hook or argument needs no new version."""
+
+
+def test_nothing_that_plugins_rely_on_is_gone() -> None:
+    """Renaming or removing a hook or an argument breaks plugins: raise API_VERSION and state the new set here."""
+    now = {name: set(inspect.signature(function).parameters) - {"self"} for name, function in HOOKS.items()}
+    for name, arguments in ARGUMENTS[hookspecs.API_VERSION].items():
+        assert name in now, f"the hook {name} is gone"
+        assert set(arguments.split()) <= now[name], f"an argument of {name} is gone"
+
+
+def test_promises_cover_every_hook() -> None:
+    assert set(ARGUMENTS[hookspecs.API_VERSION]) == set(HOOKS)
