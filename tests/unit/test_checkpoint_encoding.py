@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter, OrderedDict, deque
 from datetime import datetime, timedelta
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from framework.checkpoint_files import CheckpointError
 from framework.encoding import decode, encode, tensor_entries
 
 
-class Color(str, Enum):
+class Color(StrEnum):
     RED = "red"
 
 

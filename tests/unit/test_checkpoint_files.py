@@ -67,7 +67,7 @@ def test_p17_all_damaged_is_an_error_and_nothing_is_deleted(tmp_path, damage):
     for path in paths:
         damage(path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match="none is complete.*step-000002.*step-000006"):
+    with pytest.raises(CheckpointError, match=r"none is complete.*step-000002.*step-000006"):
         files.newest_complete(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -112,7 +112,7 @@ def test_a_newer_format_is_refused_in_words(tmp_path):
     path = save(tmp_path, 2)
     mark = files.read_json(path / files.META)
     files.write_json(path / files.META, {**mark, "format": 99})
-    with pytest.raises(CheckpointError, match="format 99.*newer version"):
+    with pytest.raises(CheckpointError, match=r"format 99.*newer version"):
         files.read_mark(path)
 
 
