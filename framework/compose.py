@@ -171,7 +171,7 @@ def examine(
     found += [problem for problem in check_values(config) if _root(problem) not in spoilt]
     broken = {_root(problem) for problem in found} | set(spoilt)
     values = {
-        str(key): _plain(config, str(key)) for key in config if str(key) not in broken or _partly(config, str(key))
+        str(key): _plain(config, str(key)) for key in config if key not in spoilt and not _empty(config, str(key))
     }
     outside = external_rank()
     return Blueprint(
@@ -201,9 +201,15 @@ def _root(problem: Problem) -> str:
     return problem.setting.lstrip("+~").partition("=")[0].partition(".")[0].partition("[")[0]
 
 
-def _partly(config: DictConfig, key: str) -> bool:
-    """Whether a section with a complaint can still be looked at: `trainer`, whose fields stand alone."""
-    return key == "trainer" and OmegaConf.is_dict(config[key])
+def _empty(config: DictConfig, key: str) -> bool:
+    """Whether an entry has no value at all: missing, or an interpolation that leads nowhere; `check_values` said so."""
+    if OmegaConf.is_missing(config, key):
+        return True
+    try:
+        config[key]  # resolves it
+    except OmegaConfBaseException:
+        return True
+    return False
 
 
 def _plain(config: DictConfig, key: str) -> Any:

@@ -151,7 +151,7 @@ def typed(schema: type, values: Mapping[str, Any], prefix: str = "") -> tuple[Di
             OmegaConf.update(config, name, value, merge=True)
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             why = str(error).splitlines()[0]
-            problems.append(Problem(f"{prefix}{name}={value}", why))
+            problems.append(Problem(f"{prefix}{name}={as_typed(value)}", why))
     return config, problems
 
 
