@@ -71,11 +71,8 @@ class Draft:
             for slot, need in needs.items():
                 lacking, hit = need.needs - given.keys(), need.excludes & given.keys()
                 if lacking or hit:
-                    self.suspects |= {
-                        slot,
-                        *(word.partition("=")[0] for word in lacking),
-                        *(given[word] for word in hit),
-                    }
+                    self.suspects |= {slot, *(given[word] for word in hit), *self._givers(lacking)}
+                    self.suspects |= {word.partition("=")[0] for word in lacking}
         try:
             self.result = self._plan(manager)
         except PlanError as error:
