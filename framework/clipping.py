@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from framework.adapters.torch_private import foreach_clamp_, foreach_mul_, foreach_norm
+
 if TYPE_CHECKING:
     from framework.mesh import Mesh
 
@@ -58,7 +60,7 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None, norm_type:
     total = torch.zeros((), dtype=torch.float64, device=_device(mesh, parameters))
     for (copies, _, dtype), pieces in groups.items():
         wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-        norms = torch.stack(torch._foreach_norm(pieces, norm_type, dtype=wide)).double()
+        norms = torch.stack(foreach_norm(pieces, norm_type, dtype=wide)).double()
         if math.isinf(norm_type):
             total = torch.maximum(total, norms.max().to(total.device))
         else:
@@ -109,12 +111,11 @@ def clip_(
             groups.setdefault((piece.device, piece.dtype), []).append(piece)
     if algorithm == "value":
         for pieces in groups.values():
-            torch._foreach_clamp_min_(pieces, -max_norm)
-            torch._foreach_clamp_max_(pieces, max_norm)
+            foreach_clamp_(pieces, max_norm)
         return norm
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     for (device, _), pieces in groups.items():
-        torch._foreach_mul_(pieces, factor.to(device))
+        foreach_mul_(pieces, factor.to(device))
     return norm
 
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_leaves, tree_map
 
 from framework import preemption
 from framework.adapters import torch_private
+from framework.adapters.torch_private import tree_leaves, tree_map
 from framework.errors import UsageError
 from framework.evaluation import Piece
 from framework.mesh import Mesh

@@ -16,6 +16,8 @@ from lightning.pytorch.plugins import Precision as LightningPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from framework.adapters.torch_private import foreach_mul_, foreach_norm, tree_map
+
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from torch.optim import Optimizer
@@ -64,8 +66,8 @@ class LossScale:
         for group in by_dtype.values():
             filled = [gradient for gradient in group if gradient.numel()]
             if filled:
-                torch._foreach_mul_(filled, 1.0 / self.scale)
-                norms = torch.stack(torch._foreach_norm(filled, float("inf")))
+                foreach_mul_(filled, 1.0 / self.scale)
+                norms = torch.stack(foreach_norm(filled, float("inf")))
                 overflow = torch.maximum(overflow, (~torch.isfinite(norms)).any().to(overflow))
         if dist.is_initialized():
             dist.all_reduce(overflow, dist.ReduceOp.MAX)
@@ -133,7 +135,7 @@ class Precision(LightningPrecision):
         """Convert floating-point inputs to `param_dtype`."""
         if self.param_dtype is torch.float32:
             return data
-        return torch.utils._pytree.tree_map(
+        return tree_map(
             lambda leaf: leaf.to(self.param_dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
             data,
         )

@@ -27,8 +27,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from framework.adapters.torch_private import tree_leaves, tree_map
 from framework.errors import RunFailedError
 from framework.parts import ModelPart, find_blocks
 

@@ -22,16 +22,17 @@ from torch import Tensor, nn
 
 from framework import preemption
 from framework.adapters import torch_private
-from framework.step_agreement import Step, agree
+from framework.adapters.torch_private import foreach_mul_, tree_leaves
 from framework.errors import RunFailedError, UsageError
 from framework.metrics import Entry, Layout, Recorder, Totals
 from framework.plan import RunPlan
 from framework.precision import local
+from framework.step_agreement import Step, agree
 
 
 def batch_size(batch: Any) -> int:
     """Return dim 0 of the first tensor of a batch, or the length of the first list; 1 if there is neither."""
-    for leaf in torch.utils._pytree.tree_leaves(batch):
+    for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.size(0)
     return 1
@@ -99,9 +100,14 @@ class Window:
         finally:
             self.last = True
 
-    def close_micro_step(self, output: Any, entries: Mapping[str, Entry], batch: Any, stop: bool) -> Any:
-        """Agree with all ranks on one micro-step; return what Lightning shall see as the output of `training_step`."""
+    def close_micro_step(self, output: Any, entries: Mapping[str, Entry], batch: Any, real: bool, stop: bool) -> Any:
+        """Agree with all ranks on one micro-step; return what Lightning shall see as the output of `training_step`.
+
+        A batch that isn't `real` is a filler: this rank has no samples left but has to take part in the collectives.
+        """
         loss, weight, weighted = read_output(output, batch)
+        if not real:
+            weight = 0.0
         self.totals.add(entries, weight)
         step = self.agree(loss, weight, weighted, stop)
         if self.reference is None:
@@ -196,7 +202,7 @@ class Window:
                 if parameter.grad is not None:
                     by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
             for gradients in by_dtype.values():
-                torch._foreach_mul_(gradients, factor)
+                foreach_mul_(gradients, factor)
 
     def take_drop(self) -> bool:
         """Whether this optimizer step must be dropped; forgets it."""

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves  # torch's own walk through nested containers
+from torch.utils._pytree import tree_map as tree_map
 
 
 def set_default_timeout(limit: timedelta) -> None:
@@ -201,3 +203,19 @@ def global_indices(tensor: DTensor) -> list[Tensor]:
     if tuple(map(len, axes)) != tuple(local.shape):
         raise RuntimeError(f"Unknown layout {tensor.placements} of a tensor of shape {tuple(tensor.shape)}")
     return axes
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply all tensors in place, in few kernels; torch's `_foreach` operators have no public name."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return the norm of each tensor, computed in `dtype` (None = its own)."""
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def foreach_clamp_(tensors: Sequence[Tensor], limit: float) -> None:
+    """Clamp all tensors to [-limit, limit] in place."""
+    torch._foreach_clamp_min_(list(tensors), -limit)
+    torch._foreach_clamp_max_(list(tensors), limit)

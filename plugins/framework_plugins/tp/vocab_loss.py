@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from framework.adapters.torch_private import tree_leaves, tree_map
 from framework_plugins.tp.ranges import own_range
 
 
@@ -33,32 +34,37 @@ class VocabLoss(TorchFunctionMode):
         if func is F.cross_entropy:
             return _dispatch(*args, **kwargs)
         if _mixed(args, kwargs):
-            args, kwargs = torch.utils._pytree.tree_map(_joined, (args, kwargs))
+            args, kwargs = tree_map(_joined, (args, kwargs))
         return func(*args, **kwargs)
+
+
+DEFAULTS = {"size_average": None, "ignore_index": -100, "reduce": None, "reduction": "mean", "label_smoothing": 0.0}
+"""Arguments of `F.cross_entropy` after the weight, in order."""
 
 
 def _dispatch(input: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     """Take the arguments of `F.cross_entropy`; where they are more than the split loss can do, join the logits."""
-    names = ("size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    options = dict(zip(names, args, strict=False)) | kwargs
-    plain = weight is None and set(options) <= {"ignore_index", "reduction"} and not target.is_floating_point()
+    options = DEFAULTS | dict(zip(DEFAULTS, args, strict=False)) | kwargs
     axis = 0 if input.ndim == 1 else 1
-    if not (plain and isinstance(input, DTensor) and input.placements == (Shard(axis),)):
-        return F.cross_entropy(_joined(input), _joined(target), weight, *args, **kwargs)
+    split = isinstance(input, DTensor) and input.placements == (Shard(axis),) and not target.is_floating_point()
+    usual = weight is None and all(options[name] == DEFAULTS[name] for name in ("size_average", "reduce"))
+    if not (split and usual and options["label_smoothing"] == 0.0):
+        return F.cross_entropy(_joined(input), _joined(target), _joined(weight), *args, **kwargs)
+    assert isinstance(input, DTensor)
     return cross_entropy(
         input.to_local().movedim(axis, -1),
         _joined(target),
-        input.shape[axis],
-        input.device_mesh,
-        options.get("ignore_index", -100),
-        options.get("reduction", "mean"),
+        classes=input.shape[axis],
+        mesh=input.device_mesh,
+        ignore_index=options["ignore_index"],
+        reduction=options["reduction"],
     )
 
 
 def _mixed(args: Any, kwargs: Any) -> bool:
     """Tell whether split activations and plain tensors meet in one call."""
     plain = split = False
-    for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+    for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, DTensor):
             split |= not isinstance(leaf, nn.Parameter)
         elif isinstance(leaf, Tensor):
@@ -71,7 +77,13 @@ def _joined(leaf: Any) -> Any:
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, classes: int, mesh: DeviceMesh, ignore_index: int = -100, reduction: str = "mean"
+    logits: Tensor,
+    target: Tensor,
+    *,
+    classes: int,
+    mesh: DeviceMesh,
+    ignore_index: int = -100,
+    reduction: str = "mean",
 ) -> Tensor:
     """Return the cross entropy over `classes` of which this rank holds a range of columns.
 
@@ -88,12 +100,11 @@ def cross_entropy(
             the run instead, as with `F.cross_entropy`.
         ValueError: unknown reduction.
     """
-    start, end = own_range(classes, mesh)
     counted = target != ignore_index
     if target.device.type == "cpu" and bool((counted & ((target < 0) | (target >= classes))).any()):
         wrong = target[counted & ((target < 0) | (target >= classes))][0]
         raise IndexError(f"Target {int(wrong)} is out of bounds: the model has {classes} classes (0 to {classes - 1})")
-    loss = _SplitCrossEntropy.apply(logits, torch.where(counted, target, 0), start, end, classes, mesh.get_group())
+    loss = _SplitCrossEntropy.apply(logits, torch.where(counted, target, 0), classes, mesh)
     loss = torch.where(counted, loss, 0.0)
     if reduction == "none":
         return loss
@@ -106,9 +117,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
     """Loss a token; float32 inside if the logits are narrower."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, logits: Tensor, target: Tensor, start: int, end: int, classes: int, group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, classes: int, mesh: DeviceMesh) -> Tensor:  # type: ignore[override]
+        start, end = own_range(classes, mesh)
+        group = mesh.get_group()
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         maximum = wide.amax(-1)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
@@ -125,9 +136,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return sums[0].log() - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         softmax, column, mine = ctx.saved_tensors
         result = softmax.clone()
         ones = mine.to(result.dtype).unsqueeze(-1)
         result.scatter_add_(-1, column.unsqueeze(-1), -ones)
-        return (result * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None, None, None
+        return (result * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
