@@ -208,8 +208,22 @@ class ModelSpecs:
         """Return what `configure_optimizers` may return, over the parameters of this rank; None = the module's own."""
 
     @hookspec(firstresult=True)
-    def make_sampler(self, dataset: Any, plan: RunPlan, data_rank: int, shuffle: bool, train: bool) -> Any:
-        """Return a `framework.data.BatchPlan` for a map-style dataset: a batch sampler with an exact position."""
+    def make_sampler(  # noqa: PLR0917
+        self,
+        dataset: Any,
+        plan: RunPlan,
+        data_rank: int,
+        shuffle: bool,
+        train: bool,
+        batch_size: int,
+        balanced: bool,
+        order: Callable[[int], Sequence[int]] | None,
+    ) -> Any:
+        """Return a `framework.data.BatchPlan` for a map-style dataset: a batch sampler with an exact position.
+
+        `shuffle` is what the user's loader asks for, `order` (epoch -> indices) that of a sampler of the user's own.
+        `balanced`: all data ranks need the same number of batches, since their forwards wait for one another.
+        """
 
     @hookspec(firstresult=True)
     def shard_iterable(self, dataset: Any, plan: RunPlan, data_rank: int) -> Any:

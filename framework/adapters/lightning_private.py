@@ -74,3 +74,48 @@ class _TorchFile:
         import os
 
         os.remove(path)
+
+
+def finished_epochs(trainer: Any) -> int:
+    """Return how many training epochs are done: the number that Lightning gives to `set_epoch`."""
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def completed_steps(trainer: Any) -> int:
+    """Return how many optimizer steps of the run are done; under manual optimization how many batches."""
+    module = trainer.lightning_module
+    if module is not None and not module.automatic_optimization:
+        return int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)
+    return int(trainer.global_step)
+
+
+def move_to_batch(trainer: Any, saved: int, now: int, length: int | None) -> None:
+    """Tell a restored training epoch that it goes on after `now` batches instead of `saved`.
+
+    Lightning counts batches of a rank, and another mix has others. A checkpoint from the middle of an accumulation
+    window also counts the batches of that window, which is trained anew. Lightning's counters run ready, started,
+    processed, completed; a checkpoint made in a callback of the last batch has the last one of them still to come.
+
+    Args:
+        trainer: whose loops were restored from a checkpoint.
+        saved: batches before the position, as the run that saved counted them.
+        now: the same as this run counts them.
+        length: batches of the epoch in this run; None = not known.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    current, total = progress.current, progress.total
+    at_end_of_window = current.ready == saved
+    if at_end_of_window and saved == now:
+        return
+    earlier_epochs = total.ready - current.ready
+    ready = current.ready
+    for counter in ("ready", "started", "processed", "completed"):
+        behind = ready - getattr(current, counter) if at_end_of_window else 0
+        setattr(current, counter, now - behind)
+        setattr(total, counter, earlier_epochs + now - behind)
+    progress.is_last_batch = length is not None and now >= length
+
+
+def at_last_batch(trainer: Any) -> bool:
+    """Return whether the batch that is trained (or was trained last) is the last of its epoch."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)

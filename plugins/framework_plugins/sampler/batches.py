@@ -1,0 +1,128 @@
+"""The batches of one data rank, and its share of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from framework.data import BatchPlan
+
+
+def split(samples: int, batch_size: int, ranks: int) -> list[tuple[int, int]]:
+    """Cut the samples of one step into batches, in the order accumulation step, then rank: (start, stop) of each.
+
+    A full step gives `batch_size` samples to each; a smaller one takes as few accumulation steps as it can and spreads
+    its samples evenly, so that batches differ by one sample at most. The last ones are empty if there are fewer samples
+    than ranks.
+    """
+    if samples == 0:
+        return []
+    rounds = -(-samples // (batch_size * ranks))
+    each, more = divmod(samples, rounds * ranks)
+    starts = [number * each + min(number, more) for number in range(rounds * ranks + 1)]
+    return list(pairwise(starts))
+
+
+class ConsistentBatches(BatchPlan):
+    """See `consistent.py` for the layout.
+
+    Args:
+        order: epoch -> indices; the same on all ranks.
+        how: the order in words; a run can go on only under the same.
+        seed: of the order.
+        size: samples of an epoch.
+        step: samples of an optimizer step over all ranks (in evaluation: of a batch over all ranks).
+        batch_size: samples of a batch of one rank.
+        data_ranks: ranks that share the samples.
+        data_rank: this one.
+        drop_last: leave out the samples that don't fill a step.
+        balanced: give each rank the same number of batches, with fillers; False: a rank may have one batch less, and
+            has a filler only if it would have none at all.
+    """
+
+    def __init__(
+        self,
+        *,
+        order: Callable[[int], Sequence[int]],
+        how: str,
+        seed: int,
+        size: int,
+        step: int,
+        batch_size: int,
+        data_ranks: int,
+        data_rank: int,
+        drop_last: bool = False,
+        balanced: bool = True,
+    ) -> None:
+        super().__init__()
+        self.order, self.how, self.seed = order, how, seed
+        self.size, self.step, self.batch_size = size, step, batch_size
+        self.data_ranks, self.data_rank = data_ranks, data_rank
+        self.usable = size - size % step if drop_last else size
+        self.balanced = balanced
+        self._per_step = step // (batch_size * data_ranks)
+        self._known: tuple[int, Sequence[int]] | None = None
+
+    def first(self) -> int:
+        """See `BatchPlan`. A position inside a step of this mix (another mix saved there) counts as the step's end."""
+        return -(-self.position[1] // self.step) * self._per_step
+
+    def __len__(self) -> int:
+        steps, rest = divmod(self._left, self.step)
+        length = (
+            self.first()
+            + steps * self._per_step
+            + len(split(rest, self.batch_size, self.data_ranks)[:: self.data_ranks])
+        )
+        if not self.balanced and length > 1 and self.real(length - 1) == 0:
+            length -= 1
+        return length
+
+    @property
+    def _left(self) -> int:
+        """Samples from the position to the end of the epoch."""
+        return max(0, self.usable - self.position[1])
+
+    def _bounds(self, batch: int) -> tuple[int, int, int]:
+        """Return where in the epoch's order the step of a batch starts, and where the batch starts and stops."""
+        step, at = divmod(batch - self.first(), self._per_step)
+        start = self.position[1] + step * self.step
+        samples = min(self.step, self.usable - start)
+        low, high = split(samples, self.batch_size, self.data_ranks)[at * self.data_ranks + self.data_rank]
+        return start, start + low, start + high
+
+    def indices(self, batch: int) -> list[int]:
+        """See `BatchPlan`. A filler is the first sample of its step."""
+        epoch = self.position[0]
+        if self._known is None or self._known[0] != epoch:
+            self._known = (epoch, self.order(epoch))
+        start, low, high = self._bounds(batch)
+        return list(self._known[1][low:high] if high > low else self._known[1][start : start + 1])
+
+    def real(self, batch: int) -> int:
+        """See `BatchPlan`."""
+        _, low, high = self._bounds(batch)
+        return high - low
+
+    def consumed(self, steps: int) -> int:
+        """See `BatchPlan`."""
+        return min(self.position[1] + steps * self.step, self.usable)
+
+
+class Share(IterableDataset[Any]):
+    """Every n-th sample of a stream.
+
+    With several workers torch gives each a copy of the stream, and a dataset that supports them yields a part of it in
+    each: then every n-th sample of that part is taken.
+    """
+
+    def __init__(self, stream: IterableDataset[Any], rank: int, ranks: int) -> None:
+        self.stream = stream
+        self.rank = rank
+        self.ranks = ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.stream), self.rank, None, self.ranks)
