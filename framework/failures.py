@@ -52,7 +52,7 @@ def signal_name(number: int) -> str:
 
 
 def doubt(failure: Failure) -> int:
-    """Return how likely a failure is only what an innocent rank shows when another one is gone: 0 = not at all, to 2."""
+    """Return how likely a failure is only what an innocent rank shows when another is gone: 0 = not at all, to 2."""
     if failure.exit_code < 0 and not failure.traceback:
         return 1 if -failure.exit_code in SYMPTOM_SIGNALS else 0
     return 2 if SYMPTOM.search(failure.message) else 0

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol
 
@@ -217,6 +218,8 @@ def launch(plan: RunPlan, entry: str = TRAIN) -> RunResult:
     launcher: Launcher | None = manager.hook.make_launcher(plan=plan)
     if launcher is None:
         raise UsageError("No launcher is chosen, so nobody can start the ranks; type launcher=local.")
+    if launcher.leads:
+        Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
     error: BaseException | None = None
     try:
         with StopSignals() as stop:

@@ -48,7 +48,7 @@ def test_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
     """P37 c: while a long save goes on."""
     with running(tmp_path, {"save_s": 1000.0}) as launched:
         os.kill(launched.process.pid, signal.SIGTERM)
-        wait_until(lambda: (tmp_path / "saves.txt").exists(), 20, "a save has begun")
+        wait_until((tmp_path / "saves.txt").exists, 20, "a save has begun")
         time.sleep(0.6)  # signals within half a second count as one
         os.kill(launched.process.pid, signal.SIGTERM)
         assert launched.wait(15) == 143
@@ -59,7 +59,7 @@ def test_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
 def test_sigterm_during_a_save_waits_for_it(tmp_path: Path) -> None:
     """P37 e: the save ends, the next step saves again and stops."""
     with running(tmp_path, {"every": 5, "save_s": 1.0}) as launched:
-        wait_until(lambda: (tmp_path / "saves.txt").exists(), 20, "a save has begun")
+        wait_until((tmp_path / "saves.txt").exists, 20, "a save has begun")
         os.kill(launched.pid(1), signal.SIGTERM)
         assert launched.wait(20) == 75
         assert len(saved(launched)) % 2 == 0

@@ -1,0 +1,61 @@
+"""`launcher=torchrun`: every rank composes, rank 0's plan counts, restarts are torchrun's (P36, P38)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from launching import Launched, bare_plan
+from plans import option
+
+from framework.plan import RunPlan
+
+START_UP_S = 120.0
+
+
+def torchrun(ranks: int, *more: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *more]
+
+
+def plan_of(tmp_path: Path, ranks: int = 2, **fields: Any) -> RunPlan:
+    more = {"launcher": option("launcher", "torchrun"), "checkpoint": {"_target_": "rank_entries.StepFiles"}}
+    return bare_plan(tmp_path, ranks, more, **fields)
+
+
+def test_ranks_of_torchrun_meet_and_train(tmp_path: Path) -> None:
+    """Two ranks, one world; nothing is started by us."""
+    with Launched(plan_of(tmp_path), "rank_entries:meet", prefix=torchrun(2)) as launched:
+        assert launched.wait(START_UP_S) == 0, launched.output()
+        lines = [json.loads(line) for line in launched.output().splitlines() if line.startswith("{")]
+        told = {rank: value for line in lines for rank, value in line["results"].items()}
+        assert {(value["world"], value["sum"]) for value in told.values()} == {(2, 1.0)}
+        assert sorted(told) == ["0", "1"]
+        launched.no_leftovers()
+
+
+def test_another_world_size_than_the_plans_is_refused(tmp_path: Path) -> None:
+    """P38 c: both numbers named, before anybody connects."""
+    with Launched(plan_of(tmp_path, ranks=1), "rank_entries:meet", prefix=torchrun(2)) as launched:
+        assert launched.wait(START_UP_S) != 0
+        assert "torchrun has started 2 ranks, but the plan has 1" in launched.output()
+
+
+def test_a_raising_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
+    """P36 under torchrun: text, rank and error file, though rank 1 isn't the one that prints."""
+    plan = plan_of(tmp_path, facts={"how": "raise", "rank": 1})
+    with Launched(plan, "rank_entries:fail", prefix=torchrun(2)) as launched:
+        assert launched.wait(START_UP_S) == 1
+        assert "Rank 1 failed: ValueError: boom7" in launched.output()
+        assert "boom7" in json.loads((tmp_path / "errors" / "rank_1.json").read_text())["message"]
+        launched.no_leftovers()
+
+
+def test_a_restart_by_torchrun_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    """`--max-restarts` restarts; where from is ours to say."""
+    plan = plan_of(tmp_path, facts={"steps": 6, "every": 2, "raise_at": [[0, 1, 5]]})
+    with Launched(plan, "rank_entries:steps", prefix=torchrun(2, "--max-restarts=1")) as launched:
+        assert launched.wait(START_UP_S) == 0, launched.output()
+        assert [entry["step"] for entry in launched.steps(0) if entry["attempt"] == 1] == [5, 6]
+        assert launched.output().count("Restart 1 begins from") == 1
