@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves as tree_leaves  # torch's own walk through nested containers
-from torch.utils._pytree import tree_map as tree_map
 
 
 def set_default_timeout(limit: timedelta) -> None:
@@ -219,3 +218,14 @@ def foreach_clamp_(tensors: Sequence[Tensor], limit: float) -> None:
     """Clamp all tensors to [-limit, limit] in place."""
     torch._foreach_clamp_min_(list(tensors), -limit)
     torch._foreach_clamp_max_(list(tensors), limit)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return what hangs in nested containers, in order."""
+    leaves: list[Any] = _pytree.tree_leaves(tree)
+    return leaves
+
+
+def tree_map(function: Callable[..., Any], tree: Any) -> Any:
+    """Return the same nested containers with `function` applied to each leaf."""
+    return _pytree.tree_map(function, tree)
