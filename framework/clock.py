@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 
@@ -10,14 +11,18 @@ class Clock:
 
     Attributes:
         step: optimizer steps done, over all restarts; independent of accumulation.
-        samples: samples consumed by all ranks together, over all restarts.
         start_step: `step` at which this attempt began (0, or that of the checkpoint it resumed from).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count_samples: Callable[[], int] = lambda: 0) -> None:
         self.step = 0
-        self.samples = 0
         self.start_step = 0
+        self.count_samples = count_samples
+
+    @property
+    def samples(self) -> int:
+        """Samples consumed by all ranks together, over all epochs and restarts; worked out when asked."""
+        return self.count_samples()
 
 
 @runtime_checkable

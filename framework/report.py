@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from framework.clock import Clock, Clocked
 from framework.curves import TRAIN_LOSS, VAL_LOSS, pick
+from framework.data import Loader
 from framework.plan import RunPlan
 from framework.precision import local
 from framework.summary import WORKER_SUMMARY, read_summary, write_summary
@@ -84,7 +85,7 @@ class Report(Callback):
         """Note where this attempt begins, how many parameters there are, and what an earlier attempt measured."""
         self.timeline["train_start"] = time.time()
         self.clock.start_step = self.clock.step = trainer.global_step
-        self.clock.samples = self._samples(trainer)
+        self.clock.count_samples = lambda: self._samples(trainer)
         old = read_summary(Path(self.plan.run_dir) / WORKER_SUMMARY) if trainer.is_global_zero else {}
         if old.get("loss_first") is not None and 0 < old.get("loss_first_step", 0) <= self.clock.start_step:
             self._first = (old["loss_first_step"], old["loss_first"])
@@ -114,7 +115,6 @@ class Report(Callback):
         self._times.append(seconds)
         self._seconds += seconds if warm else 0.0
         self.clock.step = step
-        self.clock.samples = self._samples(trainer)
         self._count(trainer, warm)
         if not warm:
             self.timeline["first_step"] = time.time()
@@ -209,7 +209,11 @@ class Report(Callback):
             self.loss = self.loss if value is None else value
 
     def _samples(self, trainer: Trainer) -> int:
-        """Return samples consumed over all ranks since the beginning of the run."""
+        """Return samples consumed over all ranks since the beginning of the run, partial steps as what they were."""
+        loader = trainer.train_dataloader
+        if isinstance(loader, Loader):
+            state = loader.state_dict()
+            return int(state["epoch"]) * loader.batches.usable + int(state["consumed"])
         return self.clock.step * self.plan.batch.global_batch_size
 
     def _gather(self, pl_module: LightningModule) -> None:
