@@ -35,13 +35,14 @@ class Evaluation:
         self.contributes = contributes
         self.device = device
         self.totals = Totals()
+        self.at = (0, 0)
+        """Number of the running batch and of its loader; set before each step, since step methods may not take them."""
 
     def step(
         self, run: Callable[[str, Any], Sequence[Piece]], method: str, loaders: Loaders | None, *args: Any, **kwargs: Any
     ) -> Any:
         """Run one batch; a filler batch (another rank still had samples) runs for its collectives but doesn't count."""
-        batch_index = kwargs.get("batch_idx", args[1] if len(args) > 1 else 0)
-        loader_index = kwargs.get("dataloader_idx", args[2] if len(args) > 2 else 0)
+        batch_index, loader_index = self.at
         real = loaders is None or loaders.is_real(self.module.trainer, batch_index, loader_index)
         pieces = run(method, *args, **kwargs)
         for output, entries, batch in pieces:

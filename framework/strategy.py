@@ -71,6 +71,7 @@ class MeshStrategy(ParallelStrategy):
         self.state: StateKeeper | None = None
         self.grad_norm: Tensor | None = None
         """Norm before clipping of the last optimizer step, 0-dim; None without clipping."""
+        self._batch_index = 0
         self._forward_redirection = lightning_private.forward_redirection()
 
     # -- where we are ----------------------------------------------------------------------------------------------
@@ -226,6 +227,10 @@ class MeshStrategy(ParallelStrategy):
             return self._forward_redirection(self.model, module, method, *args, **kwargs)
         return getattr(module, method)(*args, **kwargs)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note the number of the batch; the module's `training_step` may not take it."""
+        self._batch_index = batch_idx
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""
         with self._precision.train_step_context(), self._contexts():
@@ -236,7 +241,8 @@ class MeshStrategy(ParallelStrategy):
                 return self.pipeline.training_step(self.window, self._precision, *args, **kwargs)
             with self.window.recorder.recording() as entries:
                 output = self._run("training_step", *args, **kwargs)
-            return self.window.close_micro_step(output, entries, args[0], stop=preemption.requested())
+            real = self.loaders is None or self.loaders.is_real(self._module.trainer, self._batch_index)
+            return self.window.close_micro_step(output, entries, args[0], real, stop=preemption.requested())
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of one micro-step; at the last one of a window divide by the true weight of the whole window."""
@@ -291,6 +297,11 @@ class MeshStrategy(ParallelStrategy):
         with self.window.recorder.recording() as entries:
             output = self._run(method, *args, **kwargs)
         return [(output, entries, args[0])]
+
+    def before_evaluation_batch(self, batch_index: int, loader_index: int) -> None:
+        """Note which batch of which loader comes."""
+        assert self.evaluation is not None
+        self.evaluation.at = (batch_index, loader_index)
 
     def finish_evaluation(self) -> None:
         """Make the metrics of an evaluation epoch global; collective."""

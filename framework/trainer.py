@@ -22,6 +22,18 @@ from framework.strategy import MeshStrategy
 class MeshCallback(Callback):
     """The moments of a run at which the strategy has to act; first in the list, so that others see its results."""
 
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Tell which batch comes."""
+        strategy_of(trainer).before_evaluation_batch(batch_idx, dataloader_idx)
+
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Tell which batch comes."""
+        strategy_of(trainer).before_evaluation_batch(batch_idx, dataloader_idx)
+
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make validation metrics global before anybody reads them."""
         strategy_of(trainer).finish_evaluation()

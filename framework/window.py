@@ -51,7 +51,8 @@ def read_output(output: Any, batch: Any) -> tuple[Tensor | None, Tensor | float,
         )
     if weight is None:
         return loss, float(batch_size(batch)), False
-    return loss, weight.detach() if isinstance(weight, Tensor) else float(weight), True
+    # float64: an integer count divided by a float would be float32, and weigh gradients of an fp64 run by 1e-8 too much
+    return loss, weight.detach().double() if isinstance(weight, Tensor) else float(weight), True
 
 
 class Window:
