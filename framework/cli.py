@@ -151,7 +151,7 @@ def _runner(name: str) -> Callable[[RunPlan, Any], int]:
 
 def _single(name: str, words: list[str], request: Request, flags: argparse.Namespace) -> int:
     """Check everything, then make the folder, then run."""
-    from framework import compose, job
+    from framework import compose
     from framework.multirun import Task
     from framework.rank_env import external_rank
 
@@ -161,9 +161,7 @@ def _single(name: str, words: list[str], request: Request, flags: argparse.Names
     outside = external_rank()
     if outside is not None and outside.rank > 0:
         return run(plan, blueprint.model)
-    if compose.is_default_run_dir(request.tokens):
-        plan = plan.with_(run_dir=str(job.claim(Path(plan.run_dir))))
-        request.tokens.append(f"++run_dir={plan.run_dir}")
+    _claim(request)
     task = Task(plan.command, (plan, blueprint.model), run)
     _hydra(words, request, flags, task)
     return task.exit_code
@@ -176,6 +174,7 @@ def _sweep(name: str, words: list[str], request: Request, flags: argparse.Namesp
 
     if request.problems:
         raise PlanError(request.problems)
+    _claim(request)
     since = multirun.now()
     task = multirun.Task("validate" if name == "validate" else "fit", None, _runner(name))
     code = EXIT_USAGE
@@ -184,6 +183,15 @@ def _sweep(name: str, words: list[str], request: Request, flags: argparse.Namesp
     finally:
         concluded = multirun.conclude(since)
     return code if concluded is None else concluded
+
+
+def _claim(request: Request) -> None:
+    """Make the folder of the run (of a sweep: of its jobs), unless the user named one."""
+    from framework import compose, job
+
+    folder = compose.default_run_dir(request)
+    if folder is not None:
+        request.tokens.append(f'++run_dir="{job.claim(Path(folder).resolve())}"')
 
 
 def _prewarm() -> None:

@@ -192,9 +192,22 @@ def _fix_run_dir(config: DictConfig, run_dir: str | None) -> None:
         return  # `check_values` says which value is missing or broken
 
 
+def default_run_dir(request: Request) -> str | None:
+    """Return the folder that the time names, if the user named none: then it must be a new one."""
+    if not is_default_run_dir(request.tokens):
+        return None
+    prepare(request.config_dirs)
+    with hydra_ready():
+        config = hydra.compose(request.config_name)
+        raw: Any = OmegaConf.to_container(config, resolve=False)
+        return str(config.run_dir) if "${now:" in str(raw["run_dir"]) else None
+
+
 def is_default_run_dir(tokens: Sequence[str]) -> bool:
     """Whether the user left the run's folder to us, so that it must be a new one."""
-    return not any(token.lstrip("+").partition("=")[0] in ("run_dir", "hydra.run.dir") for token in tokens)
+    return not any(
+        token.lstrip("+").partition("=")[0] in ("run_dir", "hydra.run.dir", "hydra.sweep.dir") for token in tokens
+    )
 
 
 def _root(problem: Problem) -> str:

@@ -96,7 +96,7 @@ class Task:
 
     def _job(self, config: DictConfig, settings: DictConfig, folder: Path) -> float | None:
         """Run one job of a sweep, whatever happens in it, and leave a record."""
-        overrides = [token.lstrip("+") for token in settings.overrides.task]
+        overrides = [token.lstrip("+") for token in settings.overrides.task if not token.startswith("++run_dir=")]
         job.console().rule(f"job {settings.job.num}: {' '.join(overrides)}", style="bold")
         code, status, error = EXIT_RUN_FAILED, "failed", ""
         try:
@@ -152,7 +152,9 @@ def conclude(since: float) -> int | None:
     jobs = records(folder, since) if folder is not None and folder.is_dir() else []
     if not jobs:
         return None
-    job.console().print(sweep_table(jobs))
+    shared = set.intersection(*(set(record["overrides"]) for record in jobs)) if len(jobs) > 1 else set()
+    shown = [{**record, "overrides": [word for word in record["overrides"] if word not in shared]} for record in jobs]
+    job.console().print(sweep_table(shown))
     return exit_code([record["exit_code"] for record in jobs])
 
 
