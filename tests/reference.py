@@ -82,8 +82,8 @@ def train(
         rate = lr * (schedule(t) if schedule else 1.0)
         with torch.no_grad():
             for name, g in gradients.items():
-                velocity[name] = velocity[name] * momentum + g if name in velocity else g.clone()
-                parameters[name].sub_(velocity[name] * rate)
+                velocity[name] = velocity[name].mul_(momentum).add_(g) if name in velocity else g.clone()
+                parameters[name].add_(velocity[name], alpha=-rate)  # one rounding in low precision, as in torch's SGD
     result.updates = {name: p.detach() - start[name] for name, p in parameters.items()}
     return result
 
