@@ -115,9 +115,10 @@ def _candidates(mix: Mix, slots: Sequence[str], options: Mapping[str, Sequence[s
         for values in product(*choices):
             candidate = dict(mix)
             for slot, value in zip(changed, values, strict=True):
-                candidate.pop(slot, None)
-                if value is not None:
-                    candidate[slot] = value
+                if value is None:
+                    del candidate[slot]
+                else:
+                    candidate[slot] = value  # in its place
             cost = sum(value is None for value in values)
             # A concern that nobody asked for is the last thing to suggest.
             cost += 2 * sum(slot not in mix for slot in changed)
