@@ -144,6 +144,7 @@ def test_a_second_attempt_goes_on_in_the_same_file(tmp_path: Path) -> None:
 def test_merged_while_the_run_goes_on(tmp_path: Path) -> None:
     """At the entries limit, long before the seconds are over."""
     body = """
+        wait_for("started", f"logs/rank_{1 - rank}.log")
         for number in range(8):
             log.info("line %d", number)
         if rank == 0:

@@ -200,8 +200,8 @@ class Session:
         self._console = Console(logging.getLevelName(settings.console_level.upper()))
         if rank == 0:
             self._handlers.append(ConsoleHandler(self._console, redact))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.note(logging.INFO, f"attempt {attempt} started on {socket.gethostname()}")
+        self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.note(logging.INFO, f"attempt {self._attempt} started on {socket.gethostname()}")
         self.adopt()
         self._root.setLevel(settings.level.upper())
         for handler in self._handlers:
@@ -260,7 +260,8 @@ class Session:
         while True:
             final = self._stop.is_set()
             for said in merge.poll(final):
-                if 0 not in said.ranks:
+                # Its own lines and the launcher's were shown at once; an earlier attempt's at its end.
+                if not said.ranks & {0, LAUNCHER} and said.line.attempt == self._attempt:
                     self._console.offer_said(said)
             if final or self._log.due.is_set() or time.monotonic() - synced >= settings.flush_seconds:
                 self._log.sync()
