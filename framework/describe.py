@@ -162,17 +162,27 @@ def _options(plan: RunPlan) -> Table:
             table.add_row(slot, ", ".join(spec), "")
         else:
             option = spec.get("option") or spec.get("_target_", "").rpartition(".")[2]
-            table.add_row(slot, str(option), Text(_settings(spec), style="dim"))
+            table.add_row(slot, str(option), Text(_settings(slot, spec), style="dim"))
     if off:
         table.add_row("off", "", Text(", ".join(off), style="dim"))
     return table
 
 
-def _settings(spec: Any) -> str:
+TOLD_WHOLE = ("strategy", "tp", "pp", "cp", "ep", "model")
+"""Concerns of which every setting is shown; of the others only what differs from the option's own file."""
+
+
+def _settings(slot: str, spec: Any) -> str:
     """Return the settings of an option on few lines; nested objects by the name of their class."""
+    from framework.catalog import catalog
+
+    option = catalog().options.get(slot, {}).get(str(spec.get("option")))
+    usual = {} if option is None or slot in TOLD_WHOLE else option.values
     told = []
     for key, value in spec.items():
         if key in ("option", "name") or (key == "_target_" and spec.get("option")) or value is None:
+            continue
+        if key in usual and (usual[key] == value or str(usual[key]).startswith("${")):
             continue
         if isinstance(value, dict) and "_target_" in value:
             value = value["_target_"].rpartition(".")[2]  # noqa: PLW2901
@@ -311,7 +321,7 @@ def _rest(plan: RunPlan) -> Iterator[RenderableType]:
     if plan.env:
         yield _heading("Environment of the workers")
         yield Text("\n".join(environment_lines(plan)))
-    facts = {name: value for name, value in plan.facts.items() if name != "exported"}
+    facts = {name: value for name, value in plan.facts.items() if name not in ("exported", "parameters", "trainable")}
     if facts:
         yield _heading("Known beforehand")
         yield Text("\n".join(f"{name}: {value}" for name, value in facts.items()))

@@ -95,6 +95,10 @@ class Report(Callback):
             "resumed_from": str(start) if self.clock.start_step and start else None,
             "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         }
+        entropy = (
+            getattr(getattr(trainer, "datamodule", None), "bigram_entropy", None) if trainer.is_global_zero else None
+        )
+        self._facts |= {} if entropy is None else {"bigram_entropy": float(entropy)}
         self._gather(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -165,9 +169,7 @@ class Report(Callback):
         self._written = time.perf_counter()
         folder = Path(self.plan.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        entropy = getattr(getattr(trainer, "datamodule", None), "bigram_entropy", None)
-        facts = {"finished": finished} | ({} if entropy is None else {"bigram_entropy": float(entropy)})
-        write_summary(folder / WORKER_SUMMARY, self.summary(trainer) | facts)
+        write_summary(folder / WORKER_SUMMARY, self.summary(trainer) | {"finished": finished})
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:
         """Return all figures, with those of the other ranks as of the last gather."""

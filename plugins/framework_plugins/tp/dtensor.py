@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from framework import Problem, RunPlan, hookimpl
-from framework_plugins.tp.layout import resolve
+from framework_plugins.tp.layout import SPLIT_WORDS, resolve
 
 if TYPE_CHECKING:
     from framework.mesh import Mesh
@@ -54,6 +54,21 @@ class DTensorParallel:
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
         )
+
+    @hookimpl
+    def split_dims(self, plan: RunPlan, model: Any) -> Mapping[str, int]:
+        """Outputs of `colwise` and `head` layers and rows of embeddings are cut along dim 0, `rowwise` weights along 1."""
+        if plan.mesh.tp == 1:
+            return {}
+        words = self.plan if self.plan is not None else getattr(model, "tp_plan", None) or {}
+        modules = dict(model.named_modules())
+        layout = resolve(words, modules)
+        return {
+            parameter: 1 if layout.words[name] == "rowwise" else 0
+            for name in layout.named(*SPLIT_WORDS)
+            for parameter, tensor in modules[name].named_parameters(name)
+            if layout.words[name] != "rowwise" or tensor.ndim > 1  # a `rowwise` layer's bias stays whole
+        }
 
     @hookimpl
     def apply_tensor_parallel(self, part: ModelPart, mesh: Mesh) -> None:
