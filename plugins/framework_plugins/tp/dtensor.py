@@ -57,7 +57,7 @@ class DTensorParallel:
 
     @hookimpl
     def split_dims(self, plan: RunPlan, model: Any) -> Mapping[str, int]:
-        """Outputs of `colwise` and `head` layers and rows of embeddings are cut along dim 0, `rowwise` weights along 1."""
+        """`colwise` and `head` layers and embeddings are cut along dim 0, weights of `rowwise` layers along dim 1."""
         if plan.mesh.tp == 1:
             return {}
         words = self.plan if self.plan is not None else getattr(model, "tp_plan", None) or {}
