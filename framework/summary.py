@@ -92,7 +92,7 @@ def end_table(summary: Mapping[str, Any]) -> RenderableType:
     table.add_row("checkpoints", f"{len(names)}, newest {names[-1]}" if names else "none")
     table.add_row("run_dir", str(summary["run_dir"]))
     if summary.get("error"):
-        return Group(table, Text(str(summary["error"]), style="red"))
+        table.add_row("error", Text(str(summary["error"]).strip().splitlines()[0], style="red"))
     return table
 
 
