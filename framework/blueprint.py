@@ -14,7 +14,7 @@ from framework.catalog import NONE, catalog
 from framework.draft import Draft
 from framework.errors import PlanError, Problem, UsageError
 from framework.guard import check_ranges, settings, typed
-from framework.options import describe_component, instance, typeable, unknown_arguments, unknown_names
+from framework.options import describe_component, instance, spoken, typeable, unknown_arguments, unknown_names
 from framework.plan import RunPlan
 from framework.plugin_manager import OBJECT_SLOTS
 from framework.schema import LIST_SLOTS, RunConfig, TrainerSettings
@@ -39,6 +39,8 @@ class Blueprint:
         run_id: for the plan.
         problems: complaints so far.
         broken: keys of the root of which there was a complaint.
+        here: whether the run is meant for this host and process; False: what only they can't do goes to `elsewhere`.
+        elsewhere: why the plan couldn't start here.
         model: the LightningModule on the meta device, once `plan` has built it.
     """
 
@@ -48,6 +50,8 @@ class Blueprint:
     run_id: str = ""
     problems: list[Problem] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    here: bool = True
+    elsewhere: list[Problem] = field(default_factory=list)
     model: LightningModule | None = None
 
     def plan(self, *, model: bool = True, before_model: Callable[[], None] | None = None) -> RunPlan:
@@ -83,6 +87,7 @@ class Blueprint:
         if self.problems:
             raise PlanError([*draft.complaints(), *self.problems])
         self._build_model(specs["model"], draft)
+        draft.facts |= data_facts(specs["data"])
         return draft.finish()
 
     def _root(self) -> DictConfig:
@@ -169,3 +174,17 @@ class Blueprint:
         }
         if why_not:
             draft.facts["built_with_weights"] = f"The model can't be built on the meta device ({why_not})"
+
+
+def data_facts(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the data says about itself (`facts()`: hash, number of samples); empty if it says nothing.
+
+    Raises:
+        PlanError: the data can't be built or read.
+    """
+    if not hasattr(objects.locate(spec["_target_"]), "facts"):
+        return {}
+    try:
+        return dict(objects.build(spec).facts())
+    except (UsageError, OSError, ValueError, ImportError) as error:
+        raise PlanError([spoken("data", error)]) from error

@@ -127,7 +127,10 @@ def _plan(request: Request, multirun: bool) -> int:
             screen.rule(f"job {number}: {' '.join(token.lstrip('+') for token in tokens)}", style="bold")
         try:
             blueprint = compose.blueprint(replace(request, tokens=list(tokens)))
+            blueprint.here = False
             screen.print(job.start_screen(blueprint.plan(), blueprint.model))
+            for problem in blueprint.elsewhere:
+                print(f"Not from here: {problem}")
         except FrameworkError as error:
             if not multirun:
                 raise

@@ -95,6 +95,7 @@ def compose(
     command: str = "fit",
     config_dirs: Sequence[str] = (),
     model: bool = True,
+    here: bool = True,
 ) -> RunPlan:
     """Return the plan of a run; nothing is written and nothing is started.
 
@@ -104,11 +105,14 @@ def compose(
         command: `fit` or `validate`.
         config_dirs: folders of configs of the user's own.
         model: whether the model is built (on the meta device) and checked too; imports torch.
+        here: whether the run is meant for this host; False: its GPUs and launcher aren't held against the plan.
 
     Raises:
         PlanError: with all complaints.
     """
-    return blueprint(read(overrides, config_name, config_dirs), command).plan(model=model)
+    made = blueprint(read(overrides, config_name, config_dirs), command)
+    made.here = here
+    return made.plan(model=model)
 
 
 def jobs(request: Request) -> list[list[str]]:

@@ -81,6 +81,9 @@ class Draft:
             if hook == "check_model" and self.blueprint.model is None:
                 continue
             for slot, said in legality.plan_complaints(manager, hook, plan=self.result, **more).items():
+                if slot == "launcher" and not self.blueprint.here:
+                    self.blueprint.elsewhere = said
+                    continue
                 problems += said
                 if any(not problem.fix for problem in said):
                     self.suspects |= {slot, *(problem.setting.partition(".")[0].partition("=")[0] for problem in said)}
@@ -120,7 +123,8 @@ class Draft:
         gpus = _gpus() if root.accelerator != "cpu" else 0
         accelerator = root.accelerator if root.accelerator != "auto" else ("cuda" if gpus else "cpu")
         claims = {f"{slot}={self.mix[slot]}": axes for slot, axes in ask_each(manager, "mesh_axes").items()}
-        mesh = plan_mesh(claims, root.devices, accelerator, root.num_nodes, gpus)
+        known = gpus if self.blueprint.here or root.devices == "auto" else None
+        mesh = plan_mesh(claims, root.devices, accelerator, root.num_nodes, known)
         pipeline = self.components.get("pp")
         batch = plan_batch(
             root.global_batch_size,

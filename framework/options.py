@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -105,8 +106,6 @@ def instance(slot: str, spec: Mapping[str, Any], problems: list[Problem]) -> Any
 
 
 def spoken(slot: str, error: Exception) -> Problem:
-    """Turn an error's text into a complaint; a text that begins with a setting keeps it."""
-    setting, separator, reason = str(error).partition(": ")
-    if separator and setting.startswith(f"{slot}.") and " " not in setting:
-        return Problem(setting, reason)
-    return Problem(slot, str(error))
+    """Turn an error's text into a complaint; a text that begins with a setting keeps it as the setting."""
+    found = re.match(rf"({slot}(?:\.[\w.]+)?=[^\s:]+|{slot}\.[\w.]+):? (.+)", str(error), re.DOTALL)
+    return Problem(found[1], found[2]) if found else Problem(slot, str(error))

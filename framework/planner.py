@@ -33,7 +33,7 @@ def plan_mesh(
     devices: int | str = "auto",
     accelerator: str = "cpu",
     num_nodes: int = 1,
-    available: int = 0,
+    available: int | None = 0,
 ) -> MeshSpec:
     """Return the mesh that the chosen options and the number of devices describe.
 
@@ -42,7 +42,7 @@ def plan_mesh(
         devices: ranks in all, over all hosts; `auto`, see the rules above.
         accelerator: `cpu` or `cuda`.
         num_nodes: hosts; the ranks must spread evenly over them.
-        available: devices of one host; only read on `cuda`.
+        available: devices of one host, only read on `cuda`; None = unknown, so that `devices` isn't held against it.
 
     Raises:
         PlanError: with all factors that don't match.
@@ -97,11 +97,13 @@ def _merge_claims(claims: Mapping[str, Mapping[str, int | None]]) -> tuple[dict[
     return sizes, problems
 
 
-def _total(devices: int | str, accelerator: str, nodes: int, available: int, problems: list[Problem]) -> int | None:
+def _total(
+    devices: int | str, accelerator: str, nodes: int, available: int | None, problems: list[Problem]
+) -> int | None:
     """Return the number of ranks asked for; None = as many as the axes need."""
     if devices == "auto":
         if accelerator == "cuda":
-            if available < 1:
+            if not available:
                 problems.append(Problem("accelerator=cuda", "this host has no GPU", "accelerator=cpu"))
                 return None
             return available * nodes
@@ -111,7 +113,7 @@ def _total(devices: int | str, accelerator: str, nodes: int, available: int, pro
             Problem(f"devices={devices}", "it is the number of ranks in all, a whole number from 1, or auto")
         )
         return None
-    if accelerator == "cuda" and devices > available * nodes:
+    if accelerator == "cuda" and available is not None and devices > available * nodes:
         have = f"{nodes} host(s) with {available} GPU(s) each have {available * nodes}"
         problems.append(Problem(f"devices={devices}", have, f"devices={max(1, available * nodes)} or accelerator=cpu"))
     return devices
