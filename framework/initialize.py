@@ -97,11 +97,6 @@ def origin(module: nn.Module) -> Origin:
     return result
 
 
-def ties(module: nn.Module) -> Origin:
-    """Same as `origin`."""
-    return origin(module)
-
-
 def _ties(module: nn.Module) -> list[tuple[str, ...]]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

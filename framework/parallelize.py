@@ -33,7 +33,7 @@ def parallelize(
         The stages that this rank runs, first to last; one without a pipeline.
     """
     precision.convert_module(module)  # first, so that every later step sees the final dtype
-    ties = initialize.ties(module)  # before anything replaces parameters: `to_empty` unties (P20)
+    origin = initialize.origin(module)  # before anything replaces parameters: ties (P20), how each is initialised
     meta = any(parameter.is_meta for parameter in module.parameters())
     parts: list[ModelPart] = hook.make_stages(module=module, mesh=mesh, plan=plan) or [whole(module)]
     if not meta:
@@ -45,12 +45,14 @@ def parallelize(
             hook.apply_context_parallel(part=part, mesh=mesh, plan=plan)
             hook.apply_activation_checkpointing(part=part, mesh=mesh, plan=plan)  # inside the units of sharding
             hook.apply_compile(part=part, mesh=mesh, plan=plan)  # what is compiled includes the recomputation
+    initialize.retie(module, origin)  # splitting gave each name a parameter of its own
     shards = any("shards_parameters" in words.gives for words in hook.requirements())
     if meta and not shards:
-        initialize.materialize(module, device, plan.seed, ties)
+        initialize.materialize(module, device, plan.seed, origin)
     for part in parts:
         with part.view:
             hook.apply_data_parallel(part=part, mesh=mesh, plan=plan)  # last: it takes over the parameters
     if meta and shards:
-        initialize.materialize(module, device, plan.seed, ties)  # each rank only its own shards
+        wrapped = [part.module for part in parts]
+        initialize.materialize(module, device, plan.seed, origin, wrapped)  # each rank only its own shards
     return parts

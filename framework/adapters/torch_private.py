@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -155,6 +157,16 @@ class _InPlace(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _NotMeta(TorchFunctionMode):
+    """Some functions of `torch.nn.init` do nothing on the meta device, in silence: tell them that it isn't one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = func == torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+        if asks and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def in_place_operations(
     see: Callable[[str, Tensor, Sequence[Any], dict[str, Any]], None],
@@ -162,7 +174,7 @@ def in_place_operations(
 ) -> Generator[None, None, None]:
     """Inside, `see(name, target, other arguments, keywords)` is told of every in-place operation before it runs.
 
-    `torch.nn.init.trunc_normal_` does nothing at all on the meta device, and elsewhere draws until all values fit;
+    `torch.nn.init.trunc_normal_` draws until all values fit, which can't be done without values;
     `see_trunc_normal(tensor, mean, std, a, b)` is asked instead, and the function runs only if that returns False.
     A dispatch mode and not the public function mode: half of `torch.nn.init` is one function to the latter.
     """
@@ -174,7 +186,7 @@ def in_place_operations(
 
     nn.init._no_grad_trunc_normal_ = trunc_normal
     try:
-        with _InPlace(see):
+        with _NotMeta(), _InPlace(see):
             yield
     finally:
         nn.init._no_grad_trunc_normal_ = original
