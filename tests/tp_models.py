@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -11,13 +11,11 @@ from torch.nn import functional as F
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, dropout: float, bias: bool) -> None:
+    def __init__(self, *, width: int, heads: int, kv_heads: int, head_dim: int, dropout: float, bias: bool) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, head_dim, dropout
         self.wq = nn.Linear(width, heads * head_dim, bias=bias)
-        self.wk = nn.Linear(
-            width, kv_heads * head_dim, bias=False
-        )  # the gradient of a key bias is zero: it proves nothing
+        self.wk = nn.Linear(width, kv_heads * head_dim, bias=False)  # a key bias has no gradient
         self.wv = nn.Linear(width, kv_heads * head_dim, bias=bias)
         self.q_norm = nn.LayerNorm(head_dim)
         self.wo = nn.Linear(heads * head_dim, width, bias=bias)
@@ -48,7 +46,9 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.norm1 = nn.RMSNorm(width)
-        self.attention = Attention(width, heads, kv_heads, head_dim, dropout, bias)
+        self.attention = Attention(
+            width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dropout=dropout, bias=bias
+        )
         self.norm2 = nn.LayerNorm(width)
         self.mlp = Mlp(width, hidden, dropout, bias)
         self.drop = nn.Dropout(dropout)
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Gpt(LightningModule):
-    tp_plan = {
+    tp_plan: ClassVar = {
         "tokens": "embedding",
         "positions": "embedding",
         "layers.*.norm1": "norm",
@@ -94,6 +94,8 @@ class Gpt(LightningModule):
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(context, width)
         self.drop = nn.Dropout(dropout)
+        shape = {"width": width, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        shape |= {"hidden": hidden, "dropout": dropout, "bias": bias}
         self.layers = nn.ModuleList(
             Block(
                 width=width,

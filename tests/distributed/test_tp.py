@@ -57,16 +57,10 @@ def entered(part: ModelPart) -> ExitStack:
     return stack
 
 
-def run(
-    settings: dict[str, Any],
-    words: dict[str, Any],
-    axes: dict[str, int],
-    clip: float | None = None,
-    meta: bool = False,
-    activation: Any = None,
-) -> Result:
-    """A hand-written loop over a split model; every rank returns whole tensors."""
-    mesh = Mesh(MeshSpec(**axes))
+def build(
+    settings: dict[str, Any], words: dict[str, Any], mesh: Mesh, *, meta: bool = False, activation: Any = None
+) -> ModelPart:
+    """Split, wrap and fill a model; its parameters are those of one process, under the same names."""
     start = Gpt(**settings).init_weights()
     with torch.device("meta" if meta else "cpu"):
         model = Gpt(**settings)
@@ -93,9 +87,19 @@ def run(
                 parameter.copy_(source)
     names = [name for name, _ in model.named_parameters()]
     assert names == [name for name, _ in start.named_parameters()]
-    before = {name: full(p) for name, p in model.named_parameters()}
     for name, parameter in start.named_parameters():
-        assert torch.equal(before[name], parameter), name
+        assert torch.equal(full(model.get_parameter(name)), parameter), name
+    return part
+
+
+def run(
+    settings: dict[str, Any], words: dict[str, Any], axes: dict[str, int], *, clip: float | None = None, **options: Any
+) -> Result:
+    """A hand-written loop over a split model; every rank returns whole tensors."""
+    mesh = Mesh(MeshSpec(**axes))
+    part = build(settings, words, mesh, **options)
+    model = part.root
+    before = {name: full(p) for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     result = Result()
     ranks = mesh.size("dp_shard") * mesh.size("dp_replicate")
@@ -104,7 +108,7 @@ def run(
         total = (batch["targets"] != -100).sum()
         optimizer.zero_grad()
         with entered(part):
-            output = model.training_step(mine) if ranks == 1 else through_call(model, mine)
+            output = model.training_step(mine)
             assert type(output["loss"]) is Tensor, "a loss as a user knows it"
             share = output["loss"] * output["weight"] / total
             (share * ranks).backward()
@@ -123,11 +127,6 @@ def run(
         optimizer.step()
     result.updates = {name: full(p) - before[name] for name, p in model.named_parameters()}
     return result
-
-
-def through_call(model: Gpt, batch: dict[str, Tensor]) -> Any:
-    """`training_step`, with the hooks of a data-parallel wrap: the root's call is inside it."""
-    return model.training_step(batch)
 
 
 SP, LP = {"sequence_parallel": True}, {"loss_parallel": True}

@@ -73,7 +73,7 @@ def contexts() -> tuple[Any, Any]:
 
     from framework.adapters.torch_private import RepeatableReplay
 
-    forward, replay = create_selective_checkpoint_contexts(policy)
+    forward, replay = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return forward, RepeatableReplay(replay)
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 WORDS = {
     "colwise": "Linear whose outputs are split; input whole, output stays split until a `rowwise` layer",
     "rowwise": "Linear whose inputs are split; the ranks' partial outputs are added up",
-    "embedding": "Embedding whose rows (vocabulary) are split; with sequence_parallel its output is cut along the sequence",
+    "embedding": "Embedding whose rows are split; with sequence_parallel its output is cut along the sequence",
     "head": "Linear to the vocabulary, outputs split; joined again, or with loss_parallel left split for the loss",
     "norm": "layer that works on each token of the residual stream alone; all ranks hold its parameters",
     "shared": "layer between `colwise` and `rowwise` whose parameters all ranks hold (the norm of queries, say)",

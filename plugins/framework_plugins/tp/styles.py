@@ -76,8 +76,8 @@ class Axis:
             placement = Shard(y.ndim - 2)
             if y.shape[-2] % self.mesh.size():
                 raise UsageError(
-                    f"tp.sequence_parallel=true cuts sequences into {self.mesh.size()} pieces (tp.size), but this batch "
-                    f"has {y.shape[-2]} positions; type tp.sequence_parallel=false, or use a length that "
+                    f"tp.sequence_parallel=true cuts sequences into {self.mesh.size()} pieces (tp.size), but this "
+                    f"batch has {y.shape[-2]} positions; type tp.sequence_parallel=false, or use a length that "
                     f"{self.mesh.size()} divides."
                 )
         return DTensor.from_local(y, self.mesh, [Partial()], run_check=False).redistribute(
@@ -144,7 +144,7 @@ class Colwise(_Layer):
         self.axis.distribute(module, "weight", Shard(0))
         self.axis.distribute(module, "bias", Shard(0))
 
-    def run(self, module: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def run(self, module: Any, x: Tensor) -> Tensor:
         """Return [..., out/tp] of x [..., in] (with sequence parallelism of this rank's tokens: [..., s/tp, in])."""
         y = F.linear(self.siblings.enter(x), local(module.weight), local(module.bias))  # type: ignore[arg-type]
         if module.training:
@@ -163,7 +163,7 @@ class Rowwise(_Layer):
         self.axis.distribute(module, "weight", Shard(1))
         self.axis.distribute(module, "bias", Replicate())
 
-    def run(self, module: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def run(self, module: Any, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in/tp] (with sequence parallelism this rank's tokens: [..., s/tp, out])."""
         self.siblings.forget()
         if not self.axis.sequence_parallel:
@@ -182,7 +182,7 @@ class Embedding(_Layer):
     def _distribute(self, module: nn.Module) -> None:
         self.axis.distribute(module, "weight", Shard(0))
 
-    def run(self, module: Any, ids: Tensor) -> Tensor:  # type: ignore[override]
+    def run(self, module: Any, ids: Tensor) -> Tensor:
         """Return [..., s, width] of ids [..., s] (with sequence parallelism this rank's tokens: [..., s/tp, width])."""
         rows = module.num_embeddings
         if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= rows)).any()):
@@ -208,7 +208,7 @@ class Head(_Layer):
         self.axis.distribute(module, "weight", Shard(0))
         self.axis.distribute(module, "bias", Shard(0))
 
-    def run(self, module: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def run(self, module: Any, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]: a whole plain tensor, or with loss parallelism a DTensor."""
         self.axis.streams.to_main()
         y = F.linear(self.axis.enter(x), local(module.weight), local(module.bias))  # type: ignore[arg-type]

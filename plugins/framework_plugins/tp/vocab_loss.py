@@ -104,7 +104,7 @@ def cross_entropy(
     if target.device.type == "cpu" and bool((counted & ((target < 0) | (target >= classes))).any()):
         wrong = target[counted & ((target < 0) | (target >= classes))][0]
         raise IndexError(f"Target {int(wrong)} is out of bounds: the model has {classes} classes (0 to {classes - 1})")
-    loss = _SplitCrossEntropy.apply(logits, torch.where(counted, target, 0), classes, mesh)
+    loss = _SplitCrossEntropy.apply(logits, torch.where(counted, target, 0), classes, mesh)  # type: ignore[no-untyped-call]
     loss = torch.where(counted, loss, 0.0)
     if reduction == "none":
         return loss
@@ -117,7 +117,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     """Loss a token; float32 inside if the logits are narrower."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, classes: int, mesh: DeviceMesh) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, logits: Tensor, target: Tensor, classes: int, mesh: DeviceMesh) -> Tensor:
         start, end = own_range(classes, mesh)
         group = mesh.get_group()
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -136,7 +136,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return sums[0].log() - sums[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, column, mine = ctx.saved_tensors
         result = softmax.clone()
         ones = mine.to(result.dtype).unsqueeze(-1)
