@@ -71,8 +71,8 @@ def finish_summary(
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """Return names of what lies in the run's checkpoint folder, oldest first; hidden names are unfinished ones."""
-    found = (folder / CHECKPOINTS).glob("[!.]*")
+    """Return names of the run's checkpoints, oldest first; hidden names are unfinished ones, links only point to one."""
+    found = [path for path in (folder / CHECKPOINTS).glob("[!.]*") if not path.is_symlink()]
     return [path.name for path in sorted(found, key=lambda path: (path.stat().st_mtime, path.name))]
 
 

@@ -179,6 +179,7 @@ def test_end_table(tmp_path: Path) -> None:
     plan = RunPlan(run_id="r", run_dir=str(tmp_path), mesh=MeshSpec(pp=2, dp_shard=2))
     (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".step-6.part").mkdir()
+    (tmp_path / "checkpoints" / "last").symlink_to("step-4")
     measured = {
         "steps": 1200, "loss_first": 5.5452, "loss_last": 1.75, "val_loss": 1.9, "tokens_per_second": 12345.6,
         "step_ms_p50": 81.3, "peak_rss_mb": [400.0, 401.0, 399.4, 402.0], "resumed_from": "/a/step-2",
