@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -136,6 +137,15 @@ class MeshStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_manager": None}
 
+    def connect(self, model: LightningModule) -> None:
+        """Take the module; if it has no `configure_optimizers`, the chosen optimizer stands in for it."""
+        super().connect(model)
+        if self.plan.chosen("optimizer") and not is_overridden("configure_optimizers", model):
+            model.configure_optimizers = self._configure_optimizers  # type: ignore[method-assign]
+
+    def _configure_optimizers(self) -> Any:
+        return self.manager.hook.make_optimizer(module=self._module, plan=self.plan)
+
     # -- building --------------------------------------------------------------------------------------------------
     def setup(self, trainer: LightningTrainer) -> None:
         """Turn the module into this rank's parts, then build optimizer and schedule."""
@@ -162,9 +172,6 @@ class MeshStrategy(ParallelStrategy):
             with ExitStack() as stack:
                 # a frozen stage builds the same optimizer, over nothing
                 filler = stack.enter_context(placeholder(module)) if self.plan.mesh.pp > 1 else None
-                made = self.manager.hook.make_optimizer(module=module, plan=self.plan)
-                if made is not None:
-                    module.configure_optimizers = lambda: made  # type: ignore[method-assign]
                 self.setup_optimizers(trainer)
                 forget(filler, self.optimizers)
             self._hold_schedule_on_skipped_steps(module, trainer)
