@@ -36,13 +36,20 @@ def curve(rows: Iterable[Mapping[str, str]], names: Iterable[str]) -> tuple[list
     return [step for step, _ in kept], [value for _, value in kept]
 
 
-def draw_loss(table: Path, picture: Path, title: str = "", bigram_entropy: float | None = None) -> bool:
+def draw_loss(
+    table: Path,
+    picture: Path,
+    title: str = "",
+    first: tuple[int | None, float | None] = (None, None),
+    bigram_entropy: float | None = None,
+) -> bool:
     """Draw training and validation loss over optimizer steps.
 
     Args:
         table: a `metrics.csv`.
         picture: the PNG to write.
         title: above the picture.
+        first: step and loss of the first step, which is rarely one that was logged; None if not known.
         bigram_entropy: nats a token; drawn as a level line, what a model that sees one token back could reach.
 
     Returns:
@@ -52,7 +59,10 @@ def draw_loss(table: Path, picture: Path, title: str = "", bigram_entropy: float
     train, val = curve(rows, TRAIN_LOSS), curve(rows, VAL_LOSS)
     if not train[0] and not val[0]:
         return False
+    if first[0] is not None and first[1] is not None and train[0] and train[0][0] > first[0]:
+        train = [first[0], *train[0]], [float(first[1]), *train[1]]
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
@@ -62,6 +72,7 @@ def draw_loss(table: Path, picture: Path, title: str = "", bigram_entropy: float
         axes.plot(*val, color="#d1495b", marker="o", markersize=4, linewidth=1.2, label="validation loss")
     if bigram_entropy is not None:
         axes.axhline(bigram_entropy, color="#666666", linestyle="--", linewidth=1, label="bigram entropy, held out")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss")
     axes.set_title(title)

@@ -66,12 +66,14 @@ def finish_summary(
         **facts,
     }
     write_summary(folder / SUMMARY, summary)
-    draw_loss(folder / "metrics.csv", folder / "loss.png", f"{plan.name}  ({plan.mesh})", summary.get("bigram_entropy"))
+    first = (summary.get("loss_first_step"), summary["loss_first"])
+    title = f"{plan.name}  ({plan.mesh})"
+    draw_loss(folder / "metrics.csv", folder / "loss.png", title, first, summary.get("bigram_entropy"))
     return summary
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """Return names of the run's checkpoints, oldest first; hidden names are unfinished ones, links only point to one."""
+    """Return names of the run's checkpoints, oldest first; hidden names are unfinished ones, links point to one."""
     found = [path for path in (folder / CHECKPOINTS).glob("[!.]*") if not path.is_symlink()]
     return [path.name for path in sorted(found, key=lambda path: (path.stat().st_mtime, path.name))]
 
