@@ -106,3 +106,40 @@ def test_attributes_that_the_adapters_reach_for() -> None:
     assert callable(_redistribute.clear_redistribute_planner_cache)
     leaf = torch.ones(1, requires_grad=True)
     assert [type(node).__name__ for node, _ in (leaf * 2).grad_fn.next_functions if node] == ["AccumulateGrad"]  # type: ignore[union-attr]
+
+
+def test_a_selectively_checkpointed_region_hands_out_its_outputs_again() -> None:
+    """`RepeatableReplay` reaches for `storage` of the second context; without it torch refuses a second time."""
+    import torch
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    from framework.adapters.torch_private import RepeatableReplay
+
+    def twice(repeatable: bool) -> list[torch.Tensor]:
+        def contexts() -> tuple[object, object]:
+            forward, replay = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+            return forward, RepeatableReplay(replay) if repeatable else replay
+
+        weight, x = torch.eye(3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+        y = checkpoint(lambda x: torch.sigmoid(x @ weight).exp(), x, use_reentrant=False, context_fn=contexts).sum()
+        return [*torch.autograd.grad(y, x, retain_graph=True), *torch.autograd.grad(y, weight)]
+
+    assert all(torch.isfinite(gradient).all() for gradient in twice(True))
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        twice(False)
+
+
+def test_parameters_can_be_swapped_for_any_tensor() -> None:
+    import torch
+    from torch import nn
+
+    from framework.adapters.torch_private import swapped_parameters
+
+    layer = nn.Linear(2, 2, bias=False)
+    before, x = layer.weight, torch.ones(1, 2)
+    with swapped_parameters(layer, {"weight": torch.full((2, 2), 3.0)}):
+        assert layer(x).tolist() == [[6.0, 6.0]]
+    assert layer.weight is before
+    with pytest.raises(ZeroDivisionError), swapped_parameters(layer, {"weight": torch.zeros(2, 2)}):
+        raise ZeroDivisionError
+    assert layer.weight is before
