@@ -114,9 +114,10 @@ def _class(cls: type, values: Mapping[str, Any]) -> Iterator[str]:
         yield f"the YAML of {name} leaves out {', '.join(missing)}: it must list every field"
     if extra := sorted(keys - {field.name for field in known}):
         yield f"{name} has no field {', '.join(extra)}, which its YAML sets"
-    doc = inspect.getdoc(cls) or ""
-    if doc.startswith(f"{name}(") or not doc:
+    own = cls.__doc__ or ""
+    if own.startswith(f"{name}(") or not own:  # dataclasses write the signature where nothing was written
         yield f"{name} has no docstring"
+    doc = "\n".join(base.__doc__ or "" for base in cls.__mro__ if is_dataclass(base))
     for field in known:
         if f"{field.name}:" not in doc and f"`{field.name}`" not in doc:
             yield f"the docstring of {name} doesn't say what {field.name} is (under `Attributes:`)"

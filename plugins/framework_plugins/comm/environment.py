@@ -48,7 +48,7 @@ class Environment:
         for name, raw in self.env.items():
             value = text(raw)
             if reason := complaint(name, value, present):
-                problems.append(Problem(f"comm.env.{name}={value}", *_told(name, reason, present)))
+                problems.append(Problem(f"comm.env.{name}={value}", *_told(name, value, reason, present)))
             elif name.endswith("_IFNAME") and self.interface is not None:
                 problems.append(Problem(f"comm.env.{name}={value}", "comm.interface sets it too; keep one of the two"))
         for name, value in mine.items():
@@ -57,6 +57,8 @@ class Environment:
             if reason := complaint(name, value, present):
                 renamed = variables.RENAMED.get(name)
                 fix = f"`export {renamed}={value}`" if renamed else f"`unset {name}`"
+                if name in variables.NOT_READ:
+                    fix += f" and timeout_s={value}"
                 problems.append(Problem(f"{name}={value} (exported in your shell)", reason, fix))
         for name, reason in variables.cross_checks(effective):
             problems.append(Problem(f"{name}={effective.get(name, '')}", reason))
@@ -115,10 +117,10 @@ def _suggested(present: interfaces.Interfaces) -> str:
     return next((name for name in usable if name != "lo"), "lo")
 
 
-def _told(name: str, reason: str, present: interfaces.Interfaces) -> tuple[str, str]:
+def _told(name: str, value: str, reason: str, present: interfaces.Interfaces) -> tuple[str, str]:
     """Return reason and what to type instead, for a variable of the config."""
     if name in variables.NOT_READ:
-        return reason, "timeout_s=1800"
+        return reason, f"timeout_s={value}"
     if name in variables.RENAMED:
         return reason, f"comm.env.{variables.RENAMED[name]}"
     kind = variables.VARIABLES.get(name)
