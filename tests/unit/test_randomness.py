@@ -1,0 +1,42 @@
+"""Which ranks draw alike, and that a micro-step's numbers depend on nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from framework.plan import MeshSpec, RunPlan
+from framework.randomness import seed_micro_step
+
+
+@pytest.fixture(autouse=True)
+def _put_generators_back():
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def draws(rank: int, step: int = 3, micro_step: int = 0, seed: int = 0) -> tuple[float, ...]:
+    mesh = MeshSpec(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
+    seed_micro_step(RunPlan(run_id="r", run_dir="/nowhere", seed=seed, mesh=mesh), rank, step, micro_step)
+    return float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+def test_only_tensor_parallel_neighbours_draw_alike() -> None:
+    everyone = [draws(rank) for rank in range(32)]
+    for rank in range(0, 32, 2):
+        assert everyone[rank] == everyone[rank + 1]
+    for numbers in zip(*everyone, strict=True):
+        assert len(set(numbers)) == 16
+
+
+def test_each_micro_step_has_its_own_numbers_whatever_was_drawn_before() -> None:
+    first = draws(0)
+    torch.rand(100)
+    assert draws(0) == first
+    assert len({first, draws(0, step=4), draws(0, micro_step=1), draws(0, seed=1)}) == 4
