@@ -166,8 +166,10 @@ def _single(name: str, words: list[str], request: Request, flags: argparse.Names
         return run(plan, blueprint.model)
     _claim(request)
     task = Task(plan.command, (plan, blueprint.model), run)
-    _hydra(words, request, flags, task)
-    return task.exit_code
+    refused = _hydra(words, request, flags, task)
+    if task.error is not None:
+        raise task.error
+    return task.exit_code or refused
 
 
 def _sweep(name: str, words: list[str], request: Request, flags: argparse.Namespace) -> int:

@@ -82,6 +82,7 @@ class Task:
         self.prepared = prepared
         self.run = run
         self.exit_code = EXIT_OK
+        self.error: Exception | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
         """Run one job; return its validation loss (or training loss) for sweepers that minimise."""
@@ -91,7 +92,11 @@ class Task:
             return self._job(config, settings, folder)
         assert self.prepared is not None
         plan, model = self.prepared
-        self.exit_code = self.run(plan.with_(run_dir=str(folder)), model)
+        try:
+            self.exit_code = self.run(plan.with_(run_dir=str(folder)), model)
+        except Exception as error:  # the command line says it, in our words and with our exit code, not Hydra
+            self.error = error
+            return None
         return score(folder)
 
     def _job(self, config: DictConfig, settings: DictConfig, folder: Path) -> float | None:
