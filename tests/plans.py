@@ -45,8 +45,9 @@ def make_plan(
     mesh = MeshSpec(pp=pipeline, tp=tp, **{"dp_shard" if strategy == "fsdp" else "dp_replicate": data})
     chosen: dict[str, Any] = {
         "precision": option("precision", precision),
-        "sampler": option("sampler", "consistent", shuffle=False),
     }
+    if (CONF / "sampler" / "consistent.yaml").exists():
+        chosen["sampler"] = option("sampler", "consistent", shuffle=False)
     if strategy:
         chosen["strategy"] = option("strategy", strategy)
     if pp:

@@ -106,18 +106,13 @@ class Bounds:
     floor: float = 1e-3
     """Share of the global norm below which a tensor's own norm isn't the yardstick: a gradient that is zero in exact
     arithmetic (a key bias, say) is noise, and noise differs between two correct summation orders."""
+    moves: float = 1e-6
+    """Share of the global update that the reference's update of each tensor must be, or the row proves nothing about it;
+    0 = no such demand (in bf16 a weight near 1 doesn't move by small steps)."""
 
 
-def disagreements(got: Result, want: Result, bounds: Bounds, moves: float = 1e-6) -> list[str]:
-    """Return one line for each number of `got` that isn't that of `want`; empty = equal.
-
-    Args:
-        got: what the mix under test gave.
-        want: the reference.
-        bounds: largest relative distances.
-        moves: every tensor's reference update must be at least this share of the global update, or the row proves
-            nothing about that tensor: that is a disagreement too.
-    """
+def disagreements(got: Result, want: Result, bounds: Bounds) -> list[str]:
+    """Return one line for each number of `got` that isn't that of `want`; empty = equal."""
     lines = [
         *_scalars("loss", got.losses, want.losses, bounds.loss),
         *_scalars("grad_norm", got.grad_norms, want.grad_norms, bounds.gradient),
@@ -126,7 +121,7 @@ def disagreements(got: Result, want: Result, bounds: Bounds, moves: float = 1e-6
     ]
     size = global_norm(want.updates.values())
     for name, update in want.updates.items():
-        if global_norm([update]) < moves * size:
+        if global_norm([update]) < bounds.moves * size:
             lines.append(f"update {name}: the reference moved it by {global_norm([update]):.1e} only; proves nothing")
     return lines
 

@@ -16,10 +16,10 @@ GLOBAL_BATCH = 16
 SEQUENCE = 8
 
 FP64 = Bounds()
-FP32 = Bounds(loss=1e-6, gradient=1e-5, update=1e-5)
-BF16_MIXED = Bounds(loss=2e-3, gradient=2e-2, update=2e-2)
-BF16_TRUE = Bounds(loss=1e-2, gradient=5e-2, update=5e-2)
-FP16_MIXED = Bounds(loss=2e-4, gradient=4e-3, update=4e-3)
+FP32 = Bounds(loss=1e-6, gradient=1e-5, update=1e-5, floor=0.1)  # a small update of a weight near 1 is rounded
+BF16_MIXED = Bounds(loss=2e-3, gradient=2e-2, update=4e-2, floor=0.03)
+BF16_TRUE = Bounds(loss=1e-2, gradient=5e-2, update=0.2, floor=0.03, moves=0.0)
+FP16_MIXED = Bounds(loss=2e-4, gradient=4e-3, update=4e-3, floor=0.03)
 BOUNDS = {"fp64": FP64, "fp32": FP32, "bf16-mixed": BF16_MIXED, "bf16-true": BF16_TRUE, "fp16-mixed": FP16_MIXED}
 """Low precision is compared with one process of the same precision; each planted fault exceeds these bounds."""
 
@@ -69,9 +69,10 @@ TP = "tp=dtensor"
 SP = "tp=dtensor tp.sequence_parallel=true"
 LP = "tp=dtensor tp.loss_parallel=true"
 SP_LP = "tp=dtensor tp.sequence_parallel=true tp.loss_parallel=true"
-CLIP = "trainer.gradient_clip_val=0.1"
+CLIP = "trainer.gradient_clip_val=0.5"
 CLIP_INF = "trainer.gradient_clip_val=0.01 trainer.gradient_clip_algorithm=inf_norm"
 CLIP_VALUE = "trainer.gradient_clip_val=0.003 trainer.gradient_clip_algorithm=value"
+FP16 = "precision=fp16-mixed precision.init_scale=1024"  # the default scale may overflow at first, as it should
 ACC2 = "trainer.accumulate_grad_batches=2"
 ACC4 = "trainer.accumulate_grad_batches=4"
 M4 = "pp.microbatches=4"
@@ -107,10 +108,10 @@ MIXES = [
     ),
     # tp
     Mix("tp2", 2, TP),
-    Mix("tp4, clip norm", 4, f"{TP} {CLIP}"),
+    Mix("tp4, clip norm", 4, f"{TP} tp.size=4 {CLIP}"),
     Mix("tp2 sp, accumulation", 2, f"{SP} {ACC2}"),
     Mix("tp2 loss parallel, clip value", 2, f"{LP} {CLIP_VALUE}"),
-    Mix("tp4 sp loss parallel, clip inf", 4, f"{SP_LP} {CLIP_INF}"),
+    Mix("tp4 sp loss parallel, clip inf", 4, f"{SP_LP} tp.size=4 {CLIP_INF}"),
     Mix("ddp2 x tp2", 4, f"strategy=ddp {TP}"),
     Mix("ddp2 x tp2 sp lp, accumulation, clip", 4, f"strategy=ddp {SP_LP} {ACC2} {CLIP}"),
     Mix("full_shard2 x tp2 sp, selective AC", 4, f"{FSDP} {SP} activation=selective"),
@@ -155,9 +156,17 @@ MIXES = [
     Mix("bf16-true ddp2", 2, "precision=bf16-true strategy=ddp"),
     Mix("bf16-true full_shard2", 2, f"precision=bf16-true {FSDP}"),
     Mix("bf16-true zbv2", 2, f"precision=bf16-true pp=zbv {M4}"),
-    Mix("fp16-mixed single", 1, "precision=fp16-mixed"),
-    Mix("fp16-mixed ddp2, accumulation, clip", 2, f"precision=fp16-mixed strategy=ddp {ACC2} {CLIP}"),
-    Mix("fp16-mixed full_shard2", 2, f"precision=fp16-mixed {FSDP}"),
-    Mix("fp16-mixed gpipe2 x ddp2, clip", 4, f"precision=fp16-mixed strategy=ddp pp=gpipe {M4} {CLIP}"),
-    Mix("fp16-mixed zbv2", 2, f"precision=fp16-mixed pp=zbv {M4}"),
+    Mix("fp16-mixed single", 1, FP16),
+    Mix(
+        "fp16-mixed ddp2, accumulation, clip",
+        2,
+        f"{FP16} strategy=ddp {ACC2} {CLIP}",
+    ),
+    Mix("fp16-mixed full_shard2", 2, f"{FP16} {FSDP}"),
+    Mix(
+        "fp16-mixed gpipe2 x ddp2, clip",
+        4,
+        f"{FP16} strategy=ddp pp=gpipe {M4} {CLIP}",
+    ),
+    Mix("fp16-mixed zbv2", 2, f"{FP16} pp=zbv {M4}"),
 ]

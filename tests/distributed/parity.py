@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from fitting import fit
-from framework_plugins.model.gpt import GPT
 from mixes import GLOBAL_BATCH, SEQUENCE, STEPS, Mix
 from reference import Result, global_norm, train
 from torch import Tensor
@@ -18,19 +17,33 @@ from user_modules import Rows
 
 from framework.plan import RunPlan
 from framework.testing import WorkerPool, plan
+from framework_plugins.model.gpt import GPT
 
 VOCABULARY = 16
-SHAPE = {"vocab_size": VOCABULARY, "layers": 4, "width": 16, "heads": 4, "sequence_length": SEQUENCE}
-LR, MOMENTUM = 0.1, 0.9
+SHAPE = {"vocab_size": VOCABULARY, "layers": 4, "width": 16, "heads": 4, "hidden": 32, "context": SEQUENCE}
+LR, MOMENTUM = 0.04, 0.9
 DTYPES = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class SmallGpt(GPT):
-    """The default GPT with SGD, so that a wrong scale of the gradient shows."""
+    """The default GPT with SGD, so that a wrong scale of the gradient shows, and weights that let every part learn."""
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            if parameter.ndim == 1:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            else:
+                torch.nn.init.normal_(parameter, std=0.12)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=LR, momentum=MOMENTUM)
+
+
+def on_meta() -> SmallGpt:
+    """Build the model as the framework does: without weights, which each rank then draws for its own pieces."""
+    with torch.device("meta"):
+        return SmallGpt(**SHAPE)
 
 
 def samples() -> Rows:
@@ -54,17 +67,25 @@ class Outcome:
 
 def run(plan: RunPlan) -> Outcome:
     """Train; called on every rank."""
-    probe = fit(plan, functools.partial(SmallGpt, **SHAPE), samples())
-    updates = {name: probe.final[name].double() - start.double() for name, start in probe.initial.items()}
+    seen = fit(plan, on_meta, samples())
+    updates = {name: seen.final[name].double() - start.double() for name, start in seen.initial.items()}
     order = torch.inf if plan.trainer.get("gradient_clip_algorithm") == "inf_norm" else 2
-    norms = [global_norm(step.values(), order) for step in probe.gradients]
-    return Outcome(Result(probe.losses, norms, probe.gradients[0], updates), probe.initial, probe.grad_norm)
+    norms = [global_norm(step.values(), order) for step in seen.gradients]
+    return Outcome(Result(seen.losses, norms, seen.gradients[0], updates), seen.initial, seen.grad_norm)
 
 
 def plan_of(mix: Mix) -> RunPlan:
-    """The plan of a row, composed from its words."""
-    words = [*mix.overrides, "sampler.shuffle=false", f"trainer.max_steps={STEPS}", "trainer.enable_progress_bar=false"]
-    return plan(*words, run_dir=tempfile.mkdtemp(prefix="parity-"))
+    """The plan of a row, composed from its words; nothing is written during it."""
+    common = {
+        "sampler.shuffle": "false",
+        "trainer.max_steps": STEPS,
+        "trainer.enable_progress_bar": "false",
+        "threads": 1,
+        "run_dir": tempfile.mkdtemp(prefix="parity-"),
+        **{f"model.{name}": value for name, value in SHAPE.items()},
+        **dict.fromkeys(("checkpoint", "logs", "recovery", "logger"), "none"),
+    }
+    return plan(*mix.overrides, *(f"{key}={value}" for key, value in common.items()))
 
 
 def outcomes_of(pool: WorkerPool, mix: Mix) -> list[Outcome]:
@@ -83,19 +104,24 @@ def initial_of(pool: WorkerPool, precision: str) -> dict[str, Tensor]:
     return outcome_of(pool, Mix("", 1, f"precision={precision}")).initial
 
 
+def global_batches(pieces: int = 1) -> list[list[dict[str, Tensor]]]:
+    """The batches of the optimizer steps, each cut into `pieces`."""
+    rows = samples()
+    result = []
+    for at in range(0, len(rows), GLOBAL_BATCH):
+        cut = [column[at : at + GLOBAL_BATCH].chunk(pieces) for column in rows.columns.values()]
+        result.append([dict(zip(rows.columns, piece, strict=True)) for piece in zip(*cut, strict=True)])
+    return result
+
+
 @functools.cache
 def _reference(pool: WorkerPool, precision: str, clip: float | None, algorithm: str) -> Result:
     initial = initial_of(pool, precision)
     model = SmallGpt(**SHAPE).to(DTYPES.get(precision, torch.float32))
     model.load_state_dict(initial)
-    rows = samples()
-    steps = [
-        [{name: column[at : at + GLOBAL_BATCH] for name, column in rows.columns.items()}]
-        for at in range(0, len(rows), GLOBAL_BATCH)
-    ]
     return train(
         model,
-        steps,
+        global_batches(),
         mean_loss,
         lr=LR,
         momentum=MOMENTUM,

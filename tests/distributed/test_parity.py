@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from mixes import MIXES, STEPS, Mix
-from parity import initial_of, outcomes_of, reference_of
-from reference import disagreements
+from mixes import BOUNDS, MIXES, STEPS, Mix
+from parity import LR, MOMENTUM, SHAPE, SmallGpt, global_batches, initial_of, mean_loss, outcomes_of, reference_of
+from reference import disagreements, train
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
@@ -21,8 +23,7 @@ def test_mix_equals_the_reference(pool, mix):
     assert set(outcomes[0].initial) == set(start)
 
 
-@pytest.mark.parametrize("words", ["", "strategy=fsdp", "pp=gpipe pp.microbatches=4"])
-def test_the_clipping_rows_do_clip(pool, words):
+def test_the_clipping_rows_do_clip(pool):
     """A bound that is never reached would prove nothing."""
     for mix in MIXES:
         clip, algorithm = mix.clip
@@ -30,3 +31,25 @@ def test_the_clipping_rows_do_clip(pool, words):
             want = reference_of(pool, Mix("", 1, f"precision={mix.settings['precision']}"))
             largest = max(float(g.abs().max()) for g in want.first_gradients.values())
             assert (min(want.grad_norms) if algorithm == "norm" else largest) > clip
+
+
+FAULTS = {
+    "sum of ranks": lambda: (global_batches(), lambda model, batch: (2 * mean_loss(model, batch)[0], 1)),
+    "mean of ranks' means": lambda: (global_batches(2), lambda model, batch: (mean_loss(model, batch)[0], 1)),
+    "mean of micro-batches' means": lambda: (global_batches(8), lambda model, batch: (mean_loss(model, batch)[0], 1)),
+    "no all-reduce": lambda: ([pieces[:1] for pieces in global_batches(2)], mean_loss),
+    "last micro-batch skipped": lambda: ([pieces[:-1] for pieces in global_batches(8)], mean_loss),
+}
+
+
+@pytest.mark.parametrize("precision", list(BOUNDS))
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_each_planted_fault_exceeds_the_bounds_of_each_precision(fault, precision):
+    torch.manual_seed(0)
+    right = SmallGpt(**SHAPE).double()
+    wrong = copy.deepcopy(right)
+    want = train(right, global_batches(), mean_loss, lr=LR, momentum=MOMENTUM)
+    batches, loss_of = FAULTS[fault]()
+    got = train(wrong, batches, loss_of, lr=LR, momentum=MOMENTUM)
+    lines = disagreements(got, want, BOUNDS[precision])
+    assert len([line for line in lines if line.startswith("first gradient")]) > len(want.updates) / 2
