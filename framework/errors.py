@@ -74,9 +74,3 @@ class PreemptedError(FrameworkError):
     """A run saved and stopped because it was asked to."""
 
     exit_code = EXIT_PREEMPTED
-
-
-class TerminatedError(FrameworkError):
-    """A run was ended by SIGTERM without saving."""
-
-    exit_code = EXIT_TERMINATED

@@ -22,15 +22,15 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from framework.errors import RunFailedError
-from framework.failures import by_cause, death_of, headline, write_error_file
+from framework.failures import by_cause, death_of, doubt, headline, write_error_file
 from framework.launch import Attempt, Outcome, Status, StopSignals
 from framework.plan import Failure
 from framework.rank_env import stale_variables, worker_environment
 
 log = logging.getLogger(__name__)
 
-WINDOW_S = 1.0
-"""After the first failure the others may still tell theirs for so long: the cause may be on its way."""
+WINDOW_S = 2.0
+"""After the first failure is told the ranks may go on for so long: the cause may be on its way, loggers are closed."""
 GRACE_S = 3.0
 """A rank that was told to end has so long to flush its logs, then it is killed."""
 SAVE_GRACE_S = 60.0
@@ -38,6 +38,9 @@ SAVE_GRACE_S = 60.0
 EXIT_GRACE_S = 30.0
 """After all ranks have delivered their result, their processes have so long to go away."""
 POLL_S = 0.1
+STOPS: dict[str, Status] = {"preempted": "preempted", "terminated": "interrupted"}
+"""What a rank that was asked to stop has said -> status of the run, in order of weight."""
+UNSAVED = "SIGTERM: ended without saving, as the first step wasn't reached yet, or nobody saves (recovery=none)."
 
 PRELOAD = [
     "torch",
@@ -105,9 +108,9 @@ class _Rank:
         self.listen()
         self.ended = True
         code = self.process.exitcode
-        if self.failure is None and not self.said.keys() & {"preempted", "terminated"}:
+        if self.failure is None and "preempted" not in self.said:
             if code == -signal.SIGTERM:
-                self.said["terminated"] = f"rank {self.number} was ended by SIGTERM"
+                self.said["terminated"] = UNSAVED
             elif code != 0 or "result" not in self.said:
                 self.failure = death_of(self.number, code, time.time())
 
@@ -265,26 +268,32 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _outcome(ranks: list[_Rank], attempt: Attempt) -> Outcome:
+    """Draw one conclusion from how all ranks ended; write an error file for each that failed."""
     failures = by_cause(rank.failure for rank in ranks if rank.failure is not None)
     for failure in failures:
         write_error_file(attempt.plan.run_dir, failure, attempt.number)
     for failure in failures[1:]:
-        log.info("Also, and later or as a consequence: %s", headline(failure))
-    status: Status = "finished"
-    note = ""
-    if attempt.stop.at_once:
-        status, note = "interrupted", attempt.stop.reason
-    elif failures:
-        status = "failed"
-    else:
-        for kind in ("preempted", "terminated"):
-            texts = [rank.said[kind] for rank in ranks if kind in rank.said]
-            if texts:
-                status, note = ("preempted" if kind == "preempted" else "interrupted"), texts[0]
-                break
-        else:
-            late = [str(rank.number) for rank in ranks if not rank.ended]
-            if late:
-                log.warning("Ranks %s had finished but didn't exit within %g s: ended.", ", ".join(late), EXIT_GRACE_S)
+        log.info("Also, later or as a consequence: %s", headline(failure))
     results = {rank.number: rank.said["result"] for rank in ranks if "result" in rank.said}
+    status, note = _status(ranks, attempt, failures)
+    late = [str(rank.number) for rank in ranks if not rank.ended]
+    if status == "finished" and late:
+        log.warning("Ranks %s had finished but didn't exit within %g s: ended.", ", ".join(late), EXIT_GRACE_S)
     return Outcome(status=status, failures=failures, results=results, note=note)
+
+
+def _status(ranks: list[_Rank], attempt: Attempt, failures: tuple[Failure, ...]) -> tuple[Status, str]:
+    """Return the status and one sentence on why it stopped.
+
+    A rank that says "preempted" speaks for all, since saving is done together; what other ranks lose by its end is
+    no failure then.
+    """
+    if attempt.stop.at_once:
+        return "interrupted", attempt.stop.reason
+    if any(doubt(failure) == 0 for failure in failures):
+        return "failed", ""
+    for kind, status in STOPS.items():
+        told = [rank.said[kind] for rank in ranks if kind in rank.said]
+        if told:
+            return status, told[0]
+    return ("failed" if failures else "finished"), ""

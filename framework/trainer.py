@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from pluggy import PluginManager
 
 from framework import objects, preemption
+from framework.adapters import lightning_private
 from framework.errors import PlanError, PreemptedError, Problem, UsageError
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
@@ -96,6 +97,7 @@ class Trainer(pl.Trainer):
             enable_model_summary=False,
             **settings,
         )
+        lightning_private.leave_signals_alone(self)  # `framework.preemption` has its own way, which can't dead-lock
 
 
 def check_settings(plan: RunPlan) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from framework import preemption, process_groups
-from framework.errors import PreemptedError, TerminatedError
+from framework.errors import PreemptedError
 from framework.failures import failure_of
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
@@ -46,7 +46,7 @@ class Ended:
     """How this rank's work ended.
 
     Attributes:
-        kind: `result`, `failed`, `preempted` (saved and stopped) or `terminated` (stopped without saving).
+        kind: `result`, `failed` or `preempted` (saved and stopped).
         content: what the entry returned; a `Failure`; or one sentence.
         error: the exception, None for a result.
     """
@@ -95,7 +95,7 @@ def main(plan: Mapping[str, Any], entry: str, place: Place, launcher: Connection
     # The launcher's way of starting ranks would otherwise be that of their DataLoader workers too: seconds instead of
     # milliseconds each, and data sets that have to pickle. This is Python's own default.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    preemption.install()
+    preemption.reset()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(place.env)
@@ -165,8 +165,6 @@ def report(error: BaseException, rank: int) -> None:
 def _ended(error: BaseException, rank: int) -> Ended:
     if isinstance(error, PreemptedError):
         return Ended("preempted", str(error), error)
-    if isinstance(error, TerminatedError):
-        return Ended("terminated", str(error), error)
     return Ended("failed", failure_of(rank, error), error)
 
 

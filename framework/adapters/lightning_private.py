@@ -119,3 +119,62 @@ def move_to_batch(trainer: Any, saved: int, now: int, length: int | None) -> Non
 def at_last_batch(trainer: Any) -> bool:
     """Return whether the batch that is trained (or was trained last) is the last of its epoch."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+class _NoSignals:
+    """Stands in for Lightning's signal connector, whose SIGTERM handler enters a collective on one rank alone."""
+
+    received_sigterm = False
+
+    def register_signal_handlers(self) -> None:
+        """Leave the handlers as they are."""
+
+    def teardown(self) -> None:
+        """Nothing was changed."""
+
+
+def leave_signals_alone(trainer: Any) -> None:
+    """Keep Lightning from installing signal handlers for this trainer; it has no switch for that."""
+    trainer._signal_connector = _NoSignals()
+
+
+def resume_cleanly(trainer: Any) -> None:
+    """Make the coming restore of the training loop right for a checkpoint of any moment; to be called before it.
+
+    Lightning restores the counters as they were in the callback that saved, and guesses the moment from them. At the ends
+    of epochs and of training it guesses wrong: `on_train_epoch_start` isn't called, a second resume trains an epoch too
+    many, batches are counted on into the next epoch (seen with 2.6.6).
+    """
+    loop = trainer.fit_loop
+    original = loop.load_state_dict
+
+    def load_state_dict(*args: Any, **kwargs: Any) -> None:
+        del loop.load_state_dict
+        original(*args, **kwargs)
+        _settle(loop)
+
+    loop.load_state_dict = load_state_dict
+
+
+def _settle(loop: Any) -> None:
+    """Bring restored counters of the training loop (ready, started, processed, completed) into a state that is understood."""
+    epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
+    current, total = batches.current, batches.total
+    begun = epochs.total.started
+    if current.ready == 0 or current.processed != current.ready:
+        return  # nothing was trained, or the checkpoint was made within a batch
+    ended = epochs.total.processed == begun  # hooks of the epoch's end have run
+    if batches.is_last_batch:  # the epoch is over, whether or not its last hooks have run: begin the next one
+        for counter in ("ready", "started", "processed", "completed"):
+            setattr(epochs.current, counter, begun)
+            setattr(epochs.total, counter, begun)
+        total.completed = total.ready
+        loop.epoch_loop._batches_that_stepped += 0 if ended else 1
+        type(loop).__mro__[1].restarting.fset(loop, False)  # the loop's own setter says True when `max_steps` is set
+    elif ended:  # training ended within the epoch: as it was in the callback of the last batch
+        for progress in (epochs.current, epochs.total):
+            progress.processed = progress.completed = begun - 1
+        for progress in (current, total):
+            progress.completed = progress.ready - 1
+        loop.epoch_loop._batches_that_stepped -= 1
+        loop.restarting = True

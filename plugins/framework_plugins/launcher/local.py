@@ -13,6 +13,7 @@ from framework.rank_env import one_host_problems
 
 if TYPE_CHECKING:
     from framework.processes import HostLauncher
+    from framework.stopping import TellLauncher
 
 
 @dataclass(kw_only=True, eq=False)
@@ -30,3 +31,10 @@ class Local:
         from framework.processes import HostLauncher
 
         return HostLauncher("forkserver")
+
+    @hookimpl
+    def make_callbacks(self, plan: RunPlan) -> Sequence[TellLauncher]:
+        """Let a failing rank report before its Trainer is torn down."""
+        from framework.stopping import TellLauncher
+
+        return [TellLauncher()]

@@ -31,7 +31,7 @@ class Torchrun:
             return [Problem("launcher=torchrun", "this process wasn't started by torchrun.", f"`{start}`")]
         if outside.world_size != plan.world_size:
             reason = (
-                f"torchrun has started {outside.world_size} ranks, but the plan ({plan.mesh}) has {plan.world_size}."
+                f"torchrun has started {outside.world_size} ranks, but the plan has {plan.world_size}: {plan.mesh}."
             )
             return [Problem("launcher=torchrun", reason, f"devices={outside.world_size}, or `{start}`")]
         return []

@@ -1,12 +1,17 @@
-"""`recovery=restart`: start all ranks again after a failure, from the newest complete checkpoint of this run."""
+"""`recovery=restart`: start again from the newest complete checkpoint after a failure; save and stop on SIGTERM."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from framework.errors import EXIT_USAGE
 from framework.hookspecs import hookimpl
 from framework.plan import Failure, RunPlan
+
+if TYPE_CHECKING:
+    from framework.stopping import SaveAndStop
 
 
 @dataclass(kw_only=True, eq=False)
@@ -27,6 +32,13 @@ class Restart:
     def make_restart_policy(self, plan: RunPlan) -> Restart:
         """Return this plugin: it is the policy."""
         return self
+
+    @hookimpl
+    def make_callbacks(self, plan: RunPlan) -> Sequence[SaveAndStop]:
+        """Return the callback that saves and stops all ranks when one of them is asked to."""
+        from framework.stopping import SaveAndStop
+
+        return [SaveAndStop(plan)]
 
     def why_not(self, failure: Failure, restarts: int, previous: Failure | None, progressed: bool) -> str | None:
         """Return None to start again, or why not; see `framework.launch.RestartPolicy`."""
