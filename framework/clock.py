@@ -14,10 +14,10 @@ class Clock:
         start_step: `step` at which this attempt began (0, or that of the checkpoint it resumed from).
     """
 
-    def __init__(self, count_samples: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, count_samples: Callable[[], int] = int) -> None:
         self.step = 0
         self.start_step = 0
-        self.count_samples = count_samples
+        self.count_samples = count_samples  # default: 0, by a function that pickles into spawned ranks
 
     @property
     def samples(self) -> int:

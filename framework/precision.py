@@ -28,6 +28,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _keep() -> bool:
+    """No step is dropped; a module's function, so that it pickles into spawned ranks."""
+    return False
+
+
 class LossScale:
     """Dynamic loss scale (Micikevicius et al., 2018), agreed on by all ranks.
 
@@ -123,7 +128,7 @@ class Precision(LightningPrecision):
         self.last_step_skipped = False
         self.clip: Callable[[Any, float, str], None] | None = None
         """Set by the strategy: clips the gradients of an optimizer over all axes."""
-        self.drop_step: Callable[[], bool] = lambda: False
+        self.drop_step: Callable[[], bool] = _keep
         """Set by the strategy: whether all ranks agreed to drop this optimizer step (a loss wasn't finite)."""
 
     # -- formats ---------------------------------------------------------------------------------------------------
