@@ -148,7 +148,8 @@ def typed(schema: type, values: Mapping[str, Any], prefix: str = "") -> tuple[Di
     problems = []
     for name, value in values.items():
         try:
-            OmegaConf.update(config, name, value, merge=True)
+            # a mapping can't be merged into a None (`tp.plan`)
+            OmegaConf.update(config, name, value, merge=OmegaConf.select(config, name) is not None)
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             why = str(error).splitlines()[0]
             problems.append(Problem(f"{prefix}{name}={as_typed(value)}", why))

@@ -34,14 +34,30 @@ def test_a_model_that_divides_is_accepted(size: int, words: dict[str, bool]) -> 
 @pytest.mark.parametrize(
     ("settings", "size", "wanted"),
     [
-        ({"heads": 3, "kv_heads": 3, "head_dim": 4}, 2, ["layers.0.attention has 3 heads, which 2 ranks"]),
+        (
+            {"heads": 3, "kv_heads": 3, "head_dim": 4},
+            2,
+            ["layers.0.attention (and 1 more like it) has 3 heads, which 2 ranks"],
+        ),
         (
             {"hidden": 5},
             2,
-            ["layers.0.mlp.w1 has 5 output features", "layers.1.mlp.w2 has 5 input", "tp=none"],
+            [
+                "layers.0.mlp.w1 (and 1 more like it) has 5 output",
+                "0.mlp.w2 (and 1 more like it) has 5 input",
+                "tp=none",
+            ],
         ),
-        ({"heads": 2, "kv_heads": 1}, 2, ["layers.0.attention has 1 kv_heads, which 2 ranks can't share evenly"]),
-        ({"heads": 6, "kv_heads": 6}, 4, ["layers.0.attention has 6 heads, which 4 ranks", "Type tp.size=3"]),
+        (
+            {"heads": 2, "kv_heads": 1},
+            2,
+            ["layers.0.attention (and 1 more like it) has 1 kv_heads, which 2 ranks can't"],
+        ),
+        (
+            {"heads": 6, "kv_heads": 6},
+            4,
+            ["layers.0.attention (and 1 more like it) has 6 heads, which 4 ranks", "Type tp.size=3"],
+        ),
         ({"vocab": 9, "heads": 8, "kv_heads": 8}, 8, ["layer tokens has 9 rows", "layer head has 9 output features"]),
     ],
 )
@@ -56,8 +72,10 @@ def test_heads_are_found_from_head_dim_alone() -> None:
     model = gpt(heads=3, kv_heads=3)
     for block in model.layers:
         del block.attention.heads, block.attention.kv_heads
-    line = next(line for line in complaints(model) if "wq" in line)
-    assert "layer layers.0.attention.wq has 3 heads (12 = 3 x head_dim 4), which 2 ranks can't share evenly." in line
+    lines = complaints(model)
+    assert len(lines) == 3, "wq, wk and wv, of both layers"
+    line = next(line for line in lines if "wq" in line)
+    assert "wq (and 1 more like it) has 3 heads (12 = 3 x head_dim 4), which 2 ranks can't share evenly." in line
 
 
 def test_an_uneven_vocabulary_is_accepted() -> None:
@@ -84,10 +102,11 @@ def test_a_model_without_a_plan() -> None:
 def test_layers_that_nobody_said_anything_about() -> None:
     beside = {k: v for k, v in Gpt.tp_plan.items() if "q_norm" not in k}
     found = complaints(gpt(), plan=beside)
-    assert [line.split(" stands")[0] for line in found] == [
-        "tp=dtensor: layer layers.0.attention.q_norm",
-        "tp=dtensor: layer layers.1.attention.q_norm",
-    ]
+    (line,) = found
+    assert line.startswith(
+        "tp=dtensor: layer layers.0.attention.q_norm (and 1 more like it) stands beside split layers"
+    )
+    assert line.endswith("Type layers.*.attention.q_norm: shared (split activations), copied (whole) or norm.")
     stream = {k: v for k, v in Gpt.tp_plan.items() if k != "norm"}
     assert complaints(gpt(), plan=stream) == []
     (line,) = complaints(gpt(), plan=stream, sequence_parallel=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from typing import NamedTuple
 
 from torch import nn
 
@@ -16,6 +17,9 @@ HEAD_COUNTS = (
     "kv_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "num_key_value_heads",
 )  # fmt: skip
 """Attributes in which attention modules keep how many heads they have."""
+
+HEAD_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_kv")
+"""Attributes in which attention modules keep how wide a head is."""
 
 
 def problems(
@@ -41,8 +45,8 @@ def problems(
         *unknown,
         *(_unmatched(pattern, modules) for pattern in layout.unmatched),
         *(_clash(name, patterns, plan) for name, patterns in layout.clashes.items()),
-        *_layers(modules, layout, size),
-        *_heads(modules, layout, size),
+        *_kinds(modules, layout),
+        *_indivisible([*_dimensions(modules, layout, size), *_heads(modules, layout, size)], size),
         *_ties(modules, layout),
     ]
     if not unknown and not layout.unmatched:
@@ -74,8 +78,8 @@ def _clash(name: str, patterns: list[str], plan: Mapping[str, str]) -> Problem:
     return Problem(f"tp.plan.'{patterns[-1]}'", f"layer {name} is named twice: {said}.", "one pattern for each layer")
 
 
-def _layers(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Iterator[Problem]:
-    """Yield complaints about kinds and dimensions of split layers."""
+def _kinds(modules: Mapping[str, nn.Module], layout: Layout) -> Iterator[Problem]:
+    """Yield complaints about layers that can't be split at all."""
     for name in layout.named(*SPLIT_WORDS):
         module, word = modules[name], layout.words[name]
         wanted = nn.Embedding if word == "embedding" else nn.Linear
@@ -83,38 +87,70 @@ def _layers(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Iter
         if not isinstance(module, wanted) or type(module).forward is not wanted.forward:
             reason = f"layer {name} is a {type(module).__name__}; only torch's {wanted.__name__} can be split so."
             yield Problem(setting, reason)
-        elif isinstance(module, nn.Embedding):
-            if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-                reason = f"layer {name} has max_norm, scale_grad_by_freq or sparse, which see all rows at once."
-                yield Problem(setting, reason, f"a plan without '{name}'")
-            if not every_rank_has_some(module.num_embeddings, size):
-                yield _indivisible(name, "rows", module.num_embeddings, size)
-        elif isinstance(module, nn.Linear):
-            if word == "head" and not every_rank_has_some(module.out_features, size):
-                yield _indivisible(name, "output features", module.out_features, size)
-            if word == "colwise" and module.out_features % size:
-                yield _indivisible(name, "output features", module.out_features, size)
-            if word == "rowwise" and module.in_features % size:
-                yield _indivisible(name, "input features", module.in_features, size)
+        elif isinstance(module, nn.Embedding) and (
+            module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+        ):
+            reason = f"layer {name} has max_norm, scale_grad_by_freq or sparse, which see all rows at once."
+            yield Problem(setting, reason, f"a plan without '{name}'")
     for name, attribute in layout.divided:
-        value = getattr(modules[name], attribute, None)
-        if not isinstance(value, int):
+        if not isinstance(getattr(modules[name], attribute, None), int):
             reason = f"layer {name} has no integer attribute '{attribute}'."
             yield Problem(f"tp.plan '{name}.{attribute}: divide'", reason)
-        elif value % size:
-            yield _indivisible(name, attribute, value, size)
 
 
-def _indivisible(name: str, what: str, count: int, size: int) -> Problem:
-    fit = max(n for n in range(1, size + 1) if count % n == 0)
-    fix = f"tp.size={fit}" if fit > 1 else "tp=none"
-    return Problem(f"tp.size={size}", f"layer {name} has {count} {what}, which {size} ranks can't share evenly.", fix)
+def _dimensions(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Iterator[Uneven]:
+    """Yield dimensions of split layers that don't divide; a vocabulary need not, if every rank gets some of it."""
+    for name in layout.named(*SPLIT_WORDS):
+        module, word = modules[name], layout.words[name]
+        if isinstance(module, nn.Embedding):
+            if not every_rank_has_some(module.num_embeddings, size):
+                yield Uneven(name, "rows", module.num_embeddings)
+        elif isinstance(module, nn.Linear):
+            if word == "head" and not every_rank_has_some(module.out_features, size):
+                yield Uneven(name, "output features", module.out_features)
+            if word == "colwise" and module.out_features % size:
+                yield Uneven(name, "output features", module.out_features)
+            if word == "rowwise" and module.in_features % size:
+                yield Uneven(name, "input features", module.in_features)
+    for name, attribute in layout.divided:
+        value = getattr(modules[name], attribute, None)
+        if isinstance(value, int) and value % size:
+            yield Uneven(name, attribute, value)
 
 
-def _heads(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Iterator[Problem]:
-    """Yield complaints about attention heads that a column-split layer would cut in two.
+def _pattern(name: str) -> str:
+    """Return `name` with a star for each number."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
-    How many heads a layer has is read from its parent: an attribute of `HEAD_COUNTS`, or `head_dim`.
+
+def _all(names: list[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more like it)" if len(names) > 1 else "")
+
+
+class Uneven(NamedTuple):
+    """Layer `name` has `count` of something that the ranks can't share."""
+
+    name: str
+    what: str
+    count: int
+
+
+def _indivisible(found: Iterable[Uneven], size: int) -> Iterator[Problem]:
+    """Yield one complaint for all blocks in which the same layer has the same fault."""
+    alike: dict[tuple[str, str, int], list[str]] = {}
+    for name, what, count in found:
+        alike.setdefault((_pattern(name), what, count), []).append(name)
+    for (_, what, count), names in alike.items():
+        fit = max(n for n in range(1, size + 1) if count % n == 0)
+        fix = f"tp.size={fit}" if fit > 1 else "tp=none"
+        reason = f"layer {_all(names)} has {count} {what}, which {size} ranks can't share evenly."
+        yield Problem(f"tp.size={size}", reason, fix)
+
+
+def _heads(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Iterator[Uneven]:
+    """Yield numbers of attention heads that a column-split layer would cut in two.
+
+    How many heads a layer has is read from its parent: an attribute of `HEAD_COUNTS` or `HEAD_SIZES`.
     """
     divided = set(layout.divided)
     families: dict[str, list[str]] = {}
@@ -127,15 +163,16 @@ def _heads(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Itera
         for attribute, count in counts.items():
             if isinstance(count, int) and count % size and (owner, attribute) not in divided:
                 told = True
-                yield _indivisible(owner, attribute, count, size)
-        width = getattr(module, "head_dim", None)
-        if told or not isinstance(width, int):
+                yield Uneven(owner, attribute, count)
+        attribute = next((name for name in HEAD_SIZES if isinstance(getattr(module, name, None), int)), None)
+        if told or attribute is None:
             continue
+        width = getattr(module, attribute)
         for name in layers:
             outputs = getattr(modules[name], "out_features", 0)
             if outputs % width == 0 and outputs % size == 0 and (outputs // width) % size:
-                yield _indivisible(name, f"heads ({outputs} = {outputs // width} x head_dim {width})",
-                                   outputs // width, size)  # fmt: skip
+                what = f"heads ({outputs} = {outputs // width} x {attribute} {width})"
+                yield Uneven(name, what, outputs // width)
 
 
 def _ties(modules: Mapping[str, nn.Module], layout: Layout) -> Iterator[Problem]:
@@ -157,18 +194,22 @@ def _left_out(modules: Mapping[str, nn.Module], layout: Layout, sequence_paralle
     Beside a `colwise` or `rowwise` layer the input may be split, and with sequence parallelism it may be a piece of the
     sequence; then each rank's gradient is only a part, and nothing else would notice.
     """
-    covered = set(layout.words)
     families = {parent(name) for name in layout.named("colwise", "rowwise")}
-    found = []
+    alike: dict[str, list[str]] = {}
     for name, module in modules.items():
-        inside = any(name == one or name.startswith(f"{one}.") for one in covered)
-        if inside or not any(True for _ in module.parameters(recurse=False)):
-            continue
-        where = name or "the model itself"
-        if name and parent(name) in families:
-            reason = f"layer {where} stands beside split layers; the plan must say what it gets."
-            found.append(Problem("tp=dtensor", reason, f"{name}: shared (split activations), copied (whole) or norm"))
+        inside = any(name == one or name.startswith(f"{one}.") for one in layout.words)
+        if not inside and any(True for _ in module.parameters(recurse=False)):
+            alike.setdefault(_pattern(name), []).append(name)
+    found = []
+    for pattern, names in alike.items():
+        if names[0] and parent(names[0]) in families:
+            reason = f"layer {_all(names)} stands beside split layers; the plan must say what it gets."
+            found.append(
+                Problem("tp=dtensor", reason, f"{pattern}: shared (split activations), copied (whole) or norm")
+            )
         elif sequence_parallel:
+            where = _all(names) or "the model itself"
             reason = f"{where} has parameters, but the plan doesn't say whether it gets a piece of the sequence."
-            found.append(Problem("tp.sequence_parallel=true", reason, f"{name or '<layer>'}: norm (a piece) or copied"))
+            fix = f"{pattern or '<layer>'}: norm (a piece) or copied"
+            found.append(Problem("tp.sequence_parallel=true", reason, fix))
     return found
