@@ -17,6 +17,7 @@ from launching import TAG
 from framework import cli, launch
 from framework.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RunFailedError
 from framework.job import claim, read_plan
+from framework.multirun import exit_code
 
 HERE = Path(__file__).parent
 PROBE = [
@@ -55,7 +56,7 @@ def program(monkeypatch, capsys, tmp_path):
 def start(folder: Path, *words: str, limit: float = 240) -> tuple[int, str, str]:
     """Run the program as a process in `folder`; return exit code, what it said, and the tag of all its processes."""
     tag = uuid.uuid4().hex
-    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "160", TAG: tag}
+    env = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1", "COLUMNS": "160", TAG: tag}
     command = [sys.executable, "-m", "framework", *words]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=limit, check=False)
     return done.returncode, done.stdout + done.stderr, tag
@@ -112,6 +113,7 @@ def test_the_documented_command_works_in_both_spellings(program, tmp_path, words
         # P26, P38
         (["+pp=gpipe", "pp.microbatches=3", "global_batch_size=8"], ["pp.microbatches=3", "8 samples"]),
         (["+pp=gpipe", "pp.microbatches=4", "global_batch_size=2"], ["pp.microbatches=4", "2 samples"]),
+        (["+pp=1f1b", "pp.microbatches=1"], ["pp.microbatches=1", "2 stages"]),
         (["+tp=dtensor", "+pp=gpipe", "devices=2"], ["devices=2", "pp 2 x tp 2 = 4"]),
         (["devices=4"], ["+strategy=ddp"]),
     ],
@@ -225,10 +227,8 @@ def test_a_sweep_gives_each_rank_its_own_job_only(tmp_path):
 
 
 def test_a_sweep_runs_all_jobs_and_reports_every_failure(tmp_path):
-    """P05: jobs 0 and 2 fail in different ways, job 3 is refused, job 1 finishes."""
-    code, text, tag = start(
-        tmp_path, "-m", *PROBE, "'model.fail=boomA,null,boomC'".strip("'"), "trainer.max_steps=1"
-    )  # fmt: skip
+    """P05: jobs 0 and 2 fail in different ways, and job 1 between them finishes."""
+    code, text, tag = start(tmp_path, "-m", *PROBE, "model.fail=boomA,null,boomC", "trainer.max_steps=1")
     assert code == 1, text
     assert not alive(tag)
     summary = text[text.rindex("tokens/s") :]
@@ -239,6 +239,14 @@ def test_a_sweep_runs_all_jobs_and_reports_every_failure(tmp_path):
     (sweep,) = (tmp_path / "runs").glob("*/*")
     assert json.loads((sweep / "1" / "summary.json").read_text())["status"] == "finished"
     assert [json.loads((sweep / str(job) / "job.json").read_text())["exit_code"] for job in range(3)] == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([0, 0], 0), ([0, 1], 1), ([0, 2], 1), ([2, 2], 2), ([1, 2], 1), ([0, 75], 75), ([1, 130], 130)],
+)
+def test_a_sweep_has_one_exit_code(codes, code):
+    assert exit_code(codes) == code
 
 
 SWEEPER = """
@@ -267,23 +275,13 @@ class Picky(Sweeper):
 ConfigStore.instance().store(group="hydra/sweeper", name="picky", node={"_target_": __name__ + ".Picky"})
 """
 
-WITH_SWEEPER = """
-import sys
-import picky_sweeper
-from hydra.core.plugins import Plugins
-Plugins.instance().register(picky_sweeper.Picky)
-from framework.cli import main
-if __name__ == "__main__":
-    sys.exit(main())
-"""
-
 
 def test_a_sweeper_of_hydras_is_told_failed_and_not_a_number(tmp_path):
-    (tmp_path / "picky_sweeper.py").write_text(SWEEPER)
-    (tmp_path / "run.py").write_text(WITH_SWEEPER)
-    env = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "run.py", "-m", "hydra/sweeper=picky", *PROBE, "trainer.max_steps=1"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
-    told = re.findall(r"^TOLD (\w+) (\w+)", done.stdout, re.MULTILINE)
-    assert told == [("FAILED", "str"), ("COMPLETED", "float")], done.stdout + done.stderr
-    assert done.returncode == 1
+    plugin = tmp_path / "hydra_plugins" / "picky" / "__init__.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text(SWEEPER)
+    code, text, tag = start(tmp_path, "-m", "hydra/sweeper=picky", *PROBE, "trainer.max_steps=1")
+    told = re.findall(r"^TOLD (\w+) (\w+)", text, re.MULTILINE)
+    assert told == [("FAILED", "str"), ("COMPLETED", "float")], text
+    assert code == 1
+    assert not alive(tag)

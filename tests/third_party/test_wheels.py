@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -82,11 +83,37 @@ def test_options_of_a_stranger_are_checked_like_ours(good):
     assert "strategy=acme_average" in text
     code, text = plan(good, "+ema=polyak", "ema.decay=7")
     assert code == 2
-    assert "ema.decay=7.0 must be from 0 to 1" in text
+    assert "ema.decay=7.0: must be from 0 to 1." in text
     code, text = plan(good, "+strategy=acme_average", "+pp=gpipe", "devices=4")
     assert code == 2
     assert "can't be combined with pp=gpipe" in text
     assert "Nearest mixes that work" in text
+
+
+def test_a_strangers_strategy_trains_as_ours_does(good, tmp_path):
+    """Two ranks: the losses are those of strategy=ddp, the stranger's callback runs, and so does its command."""
+    project = Path(__file__).parents[1] / "cli"
+    probe = [
+        "model._target_=probe_project.Probe", "data._target_=probe_project.Numbers", "optimizer=none", "logger=none",
+        "global_batch_size=4", "recovery=none", "devices=2", "trainer.max_steps=4", "threads=1",
+        "trainer.log_every_n_steps=1",
+    ]  # fmt: skip
+    losses = {}
+    for strategy, more in (("acme_average", ["ema=polyak"]), ("ddp", [])):
+        folder = tmp_path / strategy
+        words = ["-m", "framework", *probe, f"strategy={strategy}", *more, f"run_dir={folder}"]
+        code, text = run([good, project], *words)
+        assert code == 0, text
+        summary = json.loads((folder / "summary.json").read_text())
+        losses[strategy] = (summary["loss_first"], summary["loss_last"])
+        assert ("acme averaged 1 parameters" in text) == (strategy == "acme_average")
+    assert losses["acme_average"] == pytest.approx(losses["ddp"], rel=1e-6)
+    small, large = 30 / 256, 174 / 256  # means of the squares of 1/8..4/8 and 5/8..8/8, seen in turn
+    weight = (1 - 0.2 * small) ** 2 * (1 - 0.2 * large)  # after three steps of SGD on mean((x * weight) ** 2)
+    assert losses["ddp"] == pytest.approx((small, weight**2 * large), rel=1e-6)
+    code, text = run([good, project], "-m", "framework", "ranks", *probe, "strategy=acme_average", "run_dir=x")
+    assert code == 0, text
+    assert "acme counts 2 ranks" in text
 
 
 def test_good_plugins_are_listed_beside_every_broken_one(installed):

@@ -75,7 +75,9 @@ class Schedule:
         return Requirements(
             gives=frozenset({"pipeline"}),
             excludes=frozenset({"tied_weights_over_stages"}),
-            why={"tied_weights_over_stages": "tied weights would lie on two stages, and nobody adds up their gradients"},
+            why={
+                "tied_weights_over_stages": "tied weights would lie on two stages, and nobody adds up their gradients"
+            },
         )
 
     @hookimpl
@@ -86,11 +88,11 @@ class Schedule:
         problems = []
         if ranks < 2:
             problems.append(Problem(f"pp={self.schedule}", "a pipeline needs at least 2 ranks", "pp.size=2"))
-        if self.schedule == "dualpipev" and count < stages:
+        if self.schedule in ("1f1b", "dualpipev") and count < stages:
             problems.append(
                 Problem(
                     f"pp.microbatches={count}",
-                    f"dualpipev needs at least as many micro-batches as its {stages} stages",
+                    f"{self.schedule} needs at least as many micro-batches as its {stages} stages",
                     f"pp.microbatches={stages}",
                 )
             )
@@ -116,7 +118,11 @@ class Schedule:
         try:
             path, keys = self._blocks(model)
         except ValueError as error:
-            return [Problem(f"pp.blocks={self.blocks or 'null'}", str(error), "pp.blocks=NAME of a list of modules, or pp=none")]
+            return [
+                Problem(
+                    f"pp.blocks={self.blocks or 'null'}", str(error), "pp.blocks=NAME of a list of modules, or pp=none"
+                )
+            ]
         if len(keys) < stages:
             problems.append(
                 Problem(
@@ -125,7 +131,9 @@ class Schedule:
                     f"pp.size={max(1, len(keys) // self.stages_per_rank)} or a deeper model",
                 )
             )
-        elif self.split is not None and (len(self.split) != stages or sum(self.split) != len(keys) or min(self.split) < 1):
+        elif self.split is not None and (
+            len(self.split) != stages or sum(self.split) != len(keys) or min(self.split) < 1
+        ):
             problems.append(
                 Problem(
                     f"pp.split={self.split}",
@@ -137,7 +145,9 @@ class Schedule:
         if not model.automatic_optimization:
             problems.append(Problem(f"pp={self.schedule}", "a pipeline runs no manual optimization", "pp=none"))
         if is_overridden("backward", model):
-            problems.append(Problem(f"pp={self.schedule}", f"{type(model).__name__} has a backward of its own", "pp=none"))
+            problems.append(
+                Problem(f"pp={self.schedule}", f"{type(model).__name__} has a backward of its own", "pp=none")
+            )
         return problems
 
     def _tied(self, model: Any, path: str) -> list[Problem]:
