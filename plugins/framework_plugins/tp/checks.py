@@ -128,11 +128,11 @@ def _all(names: list[str]) -> str:
 
 
 class Uneven(NamedTuple):
-    """Layer `name` has `count` of something that the ranks can't share."""
+    """Layer `name` has `number` of something that the ranks can't share."""
 
     name: str
     what: str
-    count: int
+    number: int
 
 
 def _indivisible(found: Iterable[Uneven], size: int) -> Iterator[Problem]:
@@ -164,14 +164,14 @@ def _heads(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Itera
             if isinstance(count, int) and count % size and (owner, attribute) not in divided:
                 told = True
                 yield Uneven(owner, attribute, count)
-        attribute = next((name for name in HEAD_SIZES if isinstance(getattr(module, name, None), int)), None)
-        if told or attribute is None:
+        size_name = next((name for name in HEAD_SIZES if isinstance(getattr(module, name, None), int)), None)
+        if told or size_name is None:
             continue
-        width = getattr(module, attribute)
+        width = getattr(module, size_name)
         for name in layers:
             outputs = getattr(modules[name], "out_features", 0)
             if outputs % width == 0 and outputs % size == 0 and (outputs // width) % size:
-                what = f"heads ({outputs} = {outputs // width} x {attribute} {width})"
+                what = f"heads ({outputs} = {outputs // width} x {size_name} {width})"
                 yield Uneven(name, what, outputs // width)
 
 
