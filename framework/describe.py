@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -278,20 +277,23 @@ def collectives(plan: RunPlan, model: LightningModule) -> Iterator[tuple[str, st
     mesh, batch, words = plan.mesh, plan.batch, given_words(plan)
     firsts = [rank for rank in range(plan.world_size) if mesh.data_rank(rank) == 0]
     held = [list(shares(plan, model, rank)) for rank in firsts]
-    weights = max(sum(prod(share.shape) * share.dtype.itemsize for share in one) for one in held)
-    trained = max(sum(prod(s.shape) * s.dtype.itemsize for s in one if s.trainable) for one in held)
+    weights = max(sum(share.bytes for share in one) for one in held)
+    rest = max(sum(share.bytes for share in one if not share.unit) for one in held)
+    trained = max(sum(share.bytes for share in one if share.trainable) for one in held)
     rounds, micros = batch.accumulation, batch.accumulation * batch.microbatches
     if mesh.pp > 1:
         yield "pp", "send activations to the next stage, their gradients back", micros, None
     if mesh.tp > 1:
         yield "tp", "reduce or gather activations of each split layer", micros, None
     if mesh.dp_shard > 1 and "shards_parameters" in words:
-        again = "frees_blocks" in words and mesh.pp == 1  # gathered for the forward and again for the backward
-        gathers = rounds * (2 if again else 1)
+        # Gathered for the forward, and again for the backward: all, or what lies outside of blocks, which FSDP lets go
+        # when the module's forward ends, within the step method. A pipeline keeps everything until its last backward.
+        again = 0 if mesh.pp > 1 else weights if "frees_blocks" in words else rest
+        gathers = rounds * (2 if again == weights else 1)
         reductions = (
             rounds if mesh.pp > 1 else 1
         )  # a pipeline reduces after each batch, else only the last micro-step does
-        yield "dp_shard", "all-gather parameters", gathers, weights * gathers
+        yield "dp_shard", "all-gather parameters", gathers, rounds * (weights + again)
         yield "dp_shard", "reduce-scatter gradients", reductions, trained * reductions
     if mesh.dp_replicate > 1:
         yield "dp_replicate", "all-reduce gradients", 1, trained // mesh.dp_shard

@@ -69,6 +69,11 @@ class Share:
     trainable: bool
     unit: str
 
+    @property
+    def bytes(self) -> int:
+        """Of the whole tensor-parallel piece."""
+        return _numel(self.shape) * self.dtype.itemsize
+
 
 class Place:
     """Stands in for `framework.mesh.Mesh` where only sizes and coordinates are asked: no process group is behind it."""
@@ -207,7 +212,7 @@ def _rank_bytes(
         mine = _local(share, parameters_cut, shard)
         elements += mine
         parameter_bytes += mine * size
-        units[share.unit] = units.get(share.unit, 0) + _numel(share.shape) * size
+        units[share.unit] = units.get(share.unit, 0) + share.bytes
         if share.trainable:
             gradient_bytes += _local(share, gradients_cut, shard) * size
             if states is not None:
