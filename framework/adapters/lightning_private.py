@@ -44,8 +44,10 @@ class SpawnLauncher(_MultiProcessingLauncher):
     """Lightning's spawn launcher, which takes the module's local state dict for the whole: gather it instead."""
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        state = trainer.strategy.full_state_dict()  # collective
+        from framework.state import full_state_dict  # it needs this package
+
         module: LightningModule = trainer.lightning_module
+        state = full_state_dict(module)  # collective
         module.state_dict = lambda: state  # type: ignore[method-assign, assignment, misc]
         trainer.strategy.checkpoint_io = _TorchFile()
         return super()._collect_rank_zero_results(trainer, results)
