@@ -166,7 +166,7 @@ def examine(
         problems: complaints so far.
         spoilt: slots about which nothing more is said.
     """
-    config = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
+    config = DictConfig(OmegaConf.to_container(config, resolve=False))
     found = list(problems)
     with read_write(config), open_dict(config):
         config.pop("hydra", None)

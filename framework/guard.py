@@ -127,7 +127,7 @@ def _faults(node: DictConfig | ListConfig, prefix: str) -> Iterator[tuple[str, s
 
 def _keys(node: DictConfig, prefix: str) -> Iterator[str]:
     """Yield the full key of every node below `node`."""
-    for name in node:
+    for name in map(str, node):
         key = f"{prefix}.{name}".lstrip(".")
         yield key
         if not OmegaConf.is_interpolation(node, name) and not OmegaConf.is_missing(node, name):

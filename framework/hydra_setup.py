@@ -24,7 +24,7 @@ _extra_roots: list[str] = []
 """Folders of the user's own (`--config-dir`), for compositions that don't go through `hydra.main`."""
 
 
-class FrameworkSearchPath(SearchPathPlugin):  # type: ignore[misc]  # hydra is untyped for mypy
+class FrameworkSearchPath(SearchPathPlugin):
     """Appends recipes, the user's and third parties' folders after ours: who is first wins, so nobody shadows us."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:

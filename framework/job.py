@@ -41,7 +41,7 @@ def claim(folder: Path) -> Path:
 
 def plan_yaml(plan: RunPlan) -> str:
     """Return the plan as YAML."""
-    return yaml.safe_dump(_simple(plan.to_dict()), sort_keys=False, allow_unicode=True)
+    return str(yaml.safe_dump(_simple(plan.to_dict()), sort_keys=False, allow_unicode=True))
 
 
 def _simple(value: Any) -> Any:

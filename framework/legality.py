@@ -113,7 +113,7 @@ def _candidates(mix: Mix, slots: Sequence[str], options: Mapping[str, Sequence[s
                 others.append(None)
             choices.append(others)
         for values in product(*choices):
-            candidate = dict(mix)
+            candidate: dict[str, str] = dict(mix)
             for slot, value in zip(changed, values, strict=True):
                 if value is None:
                     del candidate[slot]
@@ -123,8 +123,8 @@ def _candidates(mix: Mix, slots: Sequence[str], options: Mapping[str, Sequence[s
             # A concern that nobody asked for is the last thing to suggest.
             cost += 2 * sum(slot not in mix for slot in changed)
             ways.append((cost, candidate))
-    for _, candidate in sorted(ways, key=lambda way: way[0]):
-        yield candidate
+    for _, way in sorted(ways, key=lambda way: way[0]):
+        yield way
 
 
 def words(asked: Mix, mix: Mix) -> str:

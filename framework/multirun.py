@@ -56,7 +56,7 @@ class StopSweepError(KeyboardInterrupt):
         super().__init__()
 
 
-class SweepFolder(Callback):  # type: ignore[misc]  # hydra is untyped for mypy
+class SweepFolder(Callback):
     """Remembers where the sweep of this process writes: a callback of Hydra's, named in `train.yaml`."""
 
     folder: Path | None = None
@@ -99,7 +99,7 @@ class Task:
             return None
         return score(folder)
 
-    def _job(self, config: DictConfig, settings: DictConfig, folder: Path) -> float | None:
+    def _job(self, config: DictConfig, settings: Any, folder: Path) -> float | None:
         """Run one job of a sweep, whatever happens in it, and leave a record."""
         overrides = [token.lstrip("+") for token in settings.overrides.task if not token.startswith("++run_dir=")]
         job.console().rule(f"job {settings.job.num}: {' '.join(overrides)}", style="bold")

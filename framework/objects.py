@@ -120,7 +120,7 @@ def _unknown(key: str, name: str, target: str, known: list[str]) -> Problem:
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     """Return annotations of the arguments, those that can be evaluated; many a user's can't at run time."""
-    source = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
+    source = function.__init__ if inspect.isclass(function) else function
     try:
         return typing.get_type_hints(source)
     except Exception:  # an annotation may name what is imported for type checkers only
