@@ -16,6 +16,7 @@ from framework.errors import PlanError, PreemptedError, Problem, UsageError
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
 from framework.progress import watch
+from framework.quiet import quiet
 from framework.schema import TrainerSettings
 from framework.strategy import MeshStrategy
 
@@ -69,6 +70,7 @@ class Trainer(pl.Trainer):
     ) -> None:
         self.plan = plan
         check_settings(plan)
+        quiet()
         hook = manager_for(plan).hook
         strategy = MeshStrategy(plan, spawn=spawn)
         strategy.precision_plugin = hook.make_precision(plan=plan)
