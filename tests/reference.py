@@ -107,8 +107,8 @@ class Bounds:
     """Share of the global norm below which a tensor's own norm isn't the yardstick: a gradient that is zero in exact
     arithmetic (a key bias, say) is noise, and noise differs between two correct summation orders."""
     moves: float = 1e-6
-    """Share of the global update that the reference's update of each tensor must be, or the row proves nothing about it;
-    0 = no such demand (in bf16 a weight near 1 doesn't move by small steps)."""
+    """Share of the global update that the reference's update of each tensor must reach, or the row proves nothing about
+    it; 0 = no such demand (in bf16 a weight near 1 doesn't move by small steps)."""
 
 
 def disagreements(got: Result, want: Result, bounds: Bounds) -> list[str]:

@@ -35,7 +35,6 @@ def test_spawned_ranks_train_as_the_reference_does(mix):
     want = train(Mlp(), [[batch] for batch in loader(DATA, 8)], mean_squared_error, lr=0.1, momentum=0.9)
     updates = {name: p.detach() - start[name] for name, p in module.named_parameters()}
     assert disagreements(Result(updates=updates), Result(updates=want.updates), Bounds(1e-6, 1e-5, 1e-5)) == []
-    assert trainer.global_step == 5
     assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(want.losses[-1], rel=1e-6)
 
 
@@ -49,6 +48,7 @@ def examples() -> dict[str, str]:
 
 
 MY_PROJECT = """
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
