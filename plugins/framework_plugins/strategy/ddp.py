@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from framework import Problem, Requirements, RunPlan, hookimpl
 
@@ -82,18 +82,22 @@ class DDP:
             for block_or_root in (*part.blocks.values(), part.module):
                 replicate(block_or_root, mesh["dp_replicate"], part.foreign)
             return
+        import inspect
+
         from torch.nn.parallel import DistributedDataParallel
 
         if not any(parameter.requires_grad for parameter in part.parameters()):
             return  # torch refuses; there is nothing to reduce
-        settings = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
+        settings: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
+        # torch 2.13 has a new name for it, and warns of the old one
+        new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        settings["forward_sync_buffers" if new else "broadcast_buffers"] = self.broadcast_buffers
         part.module = DistributedDataParallel(
             part.module,
             process_group=mesh.group("dp_replicate"),
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
-            broadcast_buffers=self.broadcast_buffers,
             **settings,
         )
 
