@@ -1,0 +1,130 @@
+"""`kill -9` of real training runs: each recovers and ends with the weights of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kills
+import pytest
+import torch
+from kills import MIXES, MOMENTS
+
+from framework.launch import prewarm
+
+SEED = 20
+CAMPAIGN = Path(__file__).parents[1] / "campaign" / "kills.json"
+BOUND = 1e-6
+"""Relative, in fp32; a repeated or skipped batch makes 1e-2 and more."""
+
+Reference = Callable[[str], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Final weights of a mix without kills; computed once a mix."""
+    prewarm()
+    known: dict[str, dict[str, torch.Tensor]] = {}
+
+    def weights(mix: str) -> dict[str, torch.Tensor]:
+        if mix not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            result = kills.run(kills.plan_of(mix, folder))
+            assert result.status == "finished", result.describe()
+            known[mix] = kills.final_weights(folder)
+        return known[mix]
+
+    return weights
+
+
+def survive(mix: str, planned: list[dict[str, Any]], folder: Path, undisturbed: Reference) -> None:
+    """Run a mix with kills; AssertionError unless it ends as if nothing had happened."""
+    row = measure(mix, planned, folder, undisturbed)
+    assert row["survived"], row
+
+
+def measure(mix: str, planned: list[dict[str, Any]], folder: Path, undisturbed: Reference) -> dict[str, Any]:
+    """Run a mix with kills and return what happened."""
+    result = kills.run(kills.plan_of(mix, folder, planned))
+    done = kills.times(folder, "kills.txt")
+    firsts = kills.times(folder, "first_steps.txt")
+    finished = result.status == "finished" and result.restarts == len(done) > 0
+    distance = kills.difference(kills.final_weights(folder), undisturbed(mix)) if finished else float("inf")
+    return {
+        "mix": mix,
+        "kills": planned,
+        "survived": finished and distance <= BOUND,
+        "restarts": result.restarts,
+        "difference": distance,
+        "kill_to_first_step_s": [min((at - kill for at in firsts if at > kill), default=None) for kill in done],
+        "reason": result.describe(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("mix", "moment"),
+    [
+        ("ddp 2", "start-up"),
+        ("fsdp 2", "before the first checkpoint"),
+        ("gpipe 2", "step"),
+        ("tp 2", "save"),
+        ("ddp 2", "save"),
+        ("gpipe 2", "validation"),
+    ],
+)
+def test_a_killed_rank_costs_nothing_but_time(mix: str, moment: str, tmp_path: Path, undisturbed: Reference) -> None:
+    """A seeded sample of the campaign: every moment, every single axis."""
+    kill = kills.draw(random.Random(f"{SEED} {mix} {moment}"), mix, moment)
+    survive(mix, [kill], tmp_path, undisturbed)
+
+
+def test_three_kills_in_one_run(tmp_path: Path, undisturbed: Reference) -> None:
+    """As many as `recovery.max_restarts` allows, at three moments."""
+    planned = [
+        {"attempt": 0, "rank": 1, "moment": "step", "step": 3, "delay_s": 0.0},
+        {"attempt": 1, "rank": 0, "moment": "save", "step": 4, "delay_s": 0.0},
+        {"attempt": 2, "rank": 2, "moment": "step", "step": 6, "delay_s": 0.0},
+    ]
+    survive("fsdp 2 x 1f1b 2", planned, tmp_path, undisturbed)
+
+
+def test_one_kill_more_than_allowed_ends_clearly(tmp_path: Path) -> None:
+    """The rank, the signal and the setting are named."""
+    planned = [{"attempt": n, "rank": 1, "moment": "start-up", "step": 0, "delay_s": 0.0} for n in range(2)]
+    result = kills.run(kills.plan_of("ddp 2", tmp_path, planned, "recovery.max_restarts=1"))
+    assert (result.status, result.exit_code, result.restarts) == ("failed", 1, 1)
+    assert result.describe().startswith("Rank 1 was killed by signal 9 (SIGKILL)")
+    assert "recovery.max_restarts=1" in result.describe()
+
+
+@pytest.mark.campaign
+def test_campaign_of_kills(tmp_path: Path, undisturbed: Reference) -> None:
+    """Eight kills a mix over all moments, six mixes; figures with commit and seed go to `tests/campaign/kills.json`."""
+    rows = []
+    for mix in MIXES:
+        for number in range(8):
+            chance = random.Random(f"{SEED} campaign {mix} {number}")
+            moment = MOMENTS[number % len(MOMENTS)]
+            planned = [kills.draw(chance, mix, moment)]
+            rows.append(measure(mix, planned, tmp_path / f"{mix}-{number}".replace(" ", "_"), undisturbed))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    seconds = [second for row in rows for second in row["kill_to_first_step_s"] if second is not None]
+    figures = {
+        "commit": commit,
+        "seed": SEED,
+        "cores": os.cpu_count(),
+        "kills": len(rows),
+        "survived": sum(row["survived"] for row in rows),
+        "largest_difference": max(row["difference"] for row in rows),
+        "kill_to_first_step_s": {"median": statistics.median(seconds), "max": max(seconds)},
+        "rows": rows,
+    }
+    CAMPAIGN.parent.mkdir(exist_ok=True)
+    CAMPAIGN.write_text(json.dumps(figures, indent=1) + "\n")
+    assert figures["survived"] == len(rows), [row for row in rows if not row["survived"]]
