@@ -32,3 +32,19 @@ def test_p42_bad_values_do_not(pool: WorkerPool, value: str) -> None:
     assert interfaces.gloo_complaint(value, interfaces.host_interfaces()) is not None
     with pytest.raises(RanksError, match="Unable to find address"):
         pool.run(one_plus_one, 2, process_group=False, env={"GLOO_SOCKET_IFNAME": value})
+
+
+def wrap_in_ddp() -> None:
+    dist.set_debug_level_from_env()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def test_torchs_wrapper_still_crashes_under_detail(pool: WorkerPool) -> None:
+    """If it no longer does, `comm` need not refuse `comm=debug strategy=ddp` on CPU any more."""
+    with pytest.raises(RanksError, match="SIGSEGV"):
+        pool.run(wrap_in_ddp, 2, process_group=False, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+
+
+def test_it_works_under_info(pool: WorkerPool) -> None:
+    pool.run(wrap_in_ddp, 2, process_group=False, env={"TORCH_DISTRIBUTED_DEBUG": "INFO"})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from framework import Problem, RunPlan
+from framework import MeshSpec, Problem, RunPlan
 from framework.process_env import environment_lines
 from framework_plugins.comm import environment, interfaces, variables
 from framework_plugins.comm.environment import Environment
@@ -170,6 +170,25 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, fix: str) -> None
 def test_nccl_timeout_in_the_shell_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_TIMEOUT", "1800")
     assert problems()[0].fix == "`unset NCCL_TIMEOUT` and timeout_s=1800"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accelerator", "mesh", "refused"),
+    [
+        ("ddp", "cpu", MeshSpec(dp_replicate=2), True),
+        ("ddp", "cuda", MeshSpec(dp_replicate=2), False),
+        ("ddp", "cpu", MeshSpec(dp_replicate=2, pp=2), False),
+        ("fsdp", "cpu", MeshSpec(dp_shard=2), False),
+    ],
+)
+def test_a_crash_of_torchs_is_refused_beforehand(
+    strategy: str, accelerator: str, mesh: MeshSpec, refused: bool
+) -> None:
+    plan = PLAN.with_(accelerator=accelerator, mesh=mesh, components={"strategy": {"option": strategy}})
+    found = Environment(**option("debug")).check_plan(plan)
+    assert [problem.fix for problem in found] == (
+        ["comm.env.TORCH_DISTRIBUTED_DEBUG=INFO, or strategy=fsdp"] if refused else []
+    )
 
 
 def test_what_an_image_exports_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:

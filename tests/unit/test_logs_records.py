@@ -241,6 +241,15 @@ def test_console_shows_info_once_and_warnings_with_the_rank(capsys: pytest.Captu
     assert shown == ["INFO app: hello", "ERROR [rank 1] app: rank-one-only", "INFO app: hello"]
 
 
+def test_one_librarys_advice_to_another_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(logging.INFO)
+    advice = "FutureWarning: isinstance is deprecated\n  return isinstance(x)"
+    console.offer({0}, logging.WARNING, "py.warnings", f"/env/lightning/pytorch/tree.py:21: {advice}", 0.0)
+    assert capsys.readouterr().err == ""
+    console.offer({0}, logging.WARNING, "py.warnings", f"/home/me/model.py:21: {advice}", 0.0)
+    assert "model.py:21" in capsys.readouterr().err
+
+
 def test_session_takes_over_and_gives_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "s3cret-value")
     root, lightning = logging.getLogger(), logging.getLogger("lightning.pytorch")

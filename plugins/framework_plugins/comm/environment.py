@@ -62,6 +62,11 @@ class Environment:
                 problems.append(Problem(f"{name}={value} (exported in your shell)", reason, fix))
         for name, reason in variables.cross_checks(effective):
             problems.append(Problem(f"{name}={effective.get(name, '')}", reason))
+        if effective.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and _ddp_on_gloo(plan):
+            level = "TORCH_DISTRIBUTED_DEBUG=INFO"
+            fix = f"`export {level}`" if "TORCH_DISTRIBUTED_DEBUG" in mine else f"comm.env.{level}"
+            reason = "torch's DDP wrapper crashes under it on gloo (segmentation fault), which strategy=ddp uses on CPU"
+            problems.append(Problem("TORCH_DISTRIBUTED_DEBUG=DETAIL", f"{reason}.", f"{fix}, or strategy=fsdp"))
         return problems
 
     def wanted(self) -> dict[str, str]:
@@ -71,6 +76,16 @@ class Environment:
             result["GLOO_SOCKET_IFNAME"] = self.interface
             result["NCCL_SOCKET_IFNAME"] = f"={self.interface}"
         return result
+
+
+def _ddp_on_gloo(plan: RunPlan) -> bool:
+    """Whether torch's own wrapper will be used over gloo; with tp or pp `strategy=ddp` has another form.
+
+    Its logger takes every gloo group for a bare one (torch 2.13, `Logger::set_construction_data_and_log`), and DETAIL
+    wraps them. `tests/distributed/test_comm.py` notices when that is over.
+    """
+    alone = plan.mesh.tp == plan.mesh.pp == 1
+    return plan.accelerator == "cpu" and plan.chosen("strategy") == "ddp" and alone
 
 
 def exported(environ: Mapping[str, str]) -> dict[str, str]:

@@ -41,6 +41,9 @@ NOISY = ("lightning", "lightning.pytorch", "lightning.fabric", "torch")
 LIBRARIES = ("lightning", "torch")
 """Packages whose INFO lines go to the files only: the start screen says the same in fewer lines."""
 
+NOT_OURS = re.compile(r"/(?:lightning|torch)/[^\s:]+:\d+: (?:Future|Deprecation)Warning: ")
+"""Advice from one library to another, which a user can't follow: to the files only."""
+
 
 @dataclass(kw_only=True, eq=False)
 class RankZero:
@@ -134,6 +137,8 @@ class Console:
         if level < self._level or logger == MARKER:
             return
         if level < logging.WARNING and logger.partition(".")[0] in LIBRARIES:
+            return
+        if logger == "py.warnings" and NOT_OURS.search(text.partition("\n")[0]):
             return
         name = logging.getLevelName(level)
         if self._pid != os.getpid():  # a forked loader worker: the lock may have been held when it was copied
