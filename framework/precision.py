@@ -6,6 +6,7 @@ closure (forward, backward, normalisation) -> unscale once -> `on_before_optimiz
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's piece of a DTensor, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+log = logging.getLogger(__name__)
 
 
 def _keep() -> bool:
@@ -196,19 +200,28 @@ class Precision(LightningPrecision):
         result = closure()
         drop = self.drop_step()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        overflow = False
         if self.scale is not None and not drop:
-            drop = self.scale.unscale_(gradients)
-            self.scale.update(drop)
+            drop = overflow = self.scale.unscale_(gradients)
+            self.scale.update(overflow)
         self._after_closure(model, optimizer)
         self.last_step_skipped = drop
         if drop:
             self.skipped_steps += 1
+            why = (
+                "a loss wasn't finite"
+                if self.scale is None or not overflow
+                else f"overflow; scale {self.scale.scale:g}"
+            )
+            log.warning("Optimizer step %d skipped on all ranks: %s.", model.trainer.global_step, why)
             optimizer.zero_grad(set_to_none=True)
             return result
         optimizer.step(**kwargs)
         return result
 
-    def clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
         """Clip over all axes: one global norm, each logical element counted once."""
         if clip_val > 0:
             assert self.clip is not None, "the strategy sets `clip` in its setup"
@@ -220,7 +233,7 @@ class Precision(LightningPrecision):
         return state | ({} if self.scale is None else {"scale": self.scale.state_dict()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Inverse of `state_dict`; a scale saved under another precision is ignored, one that is absent starts afresh."""
+        """Inverse of `state_dict`; a scale of another precision is ignored, one that is absent starts afresh."""
         self.skipped_steps = int(state_dict.get("skipped_steps", 0))
         if self.scale is not None and "scale" in state_dict:
             self.scale.load_state_dict(state_dict["scale"])

@@ -15,6 +15,7 @@ from framework.adapters import lightning_private
 from framework.errors import PlanError, PreemptedError, Problem, UsageError
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
+from framework.precision import Precision
 from framework.progress import watch
 from framework.quiet import quiet
 from framework.schema import TrainerSettings
@@ -23,6 +24,14 @@ from framework.strategy import MeshStrategy
 
 class MeshCallback(Callback):
     """The moments of a run at which the strategy has to act; first in the list, so that others see its results."""
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log how many optimizer steps were skipped so far, once there is any."""
+        precision = trainer.precision_plugin
+        if isinstance(precision, Precision) and precision.skipped_steps:
+            pl_module.log("skipped_steps", float(precision.skipped_steps))
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

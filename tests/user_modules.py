@@ -114,6 +114,7 @@ class Seen:
     grad_norm: float | None = None
     scale: float | None = None
     skipped: int = 0
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 class Probe(Callback):
@@ -146,6 +147,7 @@ class Probe(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self.seen.final = gathered(pl_module.named_parameters())
+        self.seen.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def gathered(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from fitting import fit
 from lightning.pytorch import Callback
 from plans import make_plan, option
-from user_modules import Scalar, tokens
+from user_modules import Mlp, Scalar, regression, tokens
 
 from framework.testing import RanksError
 
@@ -46,6 +47,36 @@ def test_p33_a_skipped_step_moves_nothing(pool, strategy, ranks, culprit):
         assert probe.final["w"].item() == pytest.approx(0.85)  # stock: 0.9375
         assert probe.rates == pytest.approx([0.1, 0.1, 0.05, 0.05])
         assert scales == [32768.0, 32768.0, 16384.0, 16384.0]
+        # an attempted step consumes its samples, so Lightning counts it; the real ones are those less the skipped
+        assert (probe.global_step, probe.skipped) == (4, 2)
+
+
+class PipelineOverflow(Overflow):
+    """The same for the weight of one stage."""
+
+    def on_after_backward(self, trainer, pl_module):
+        if self.seen in self.steps and trainer.global_rank == self.rank:
+            next(p for p in pl_module.parameters() if p.grad is not None).grad.fill_(float("inf"))
+        self.seen += 1
+
+
+def fit_pipeline_with_overflow(plan, data, rank):
+    overflow = PipelineOverflow((0, 2), rank)
+    probe = fit(plan, partial(Mlp, momentum=0.0), data, callbacks=[overflow])
+    return probe, overflow.scales
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_p33_an_overflow_on_one_stage_skips_the_step_on_all(pool, stage):
+    scale = option("precision", "fp16-mixed", init_scale=1024.0)
+    plan = make_plan(2, pp="gpipe", microbatches=2, precision="fp16-mixed", components={"precision": scale})
+    for probe, scales in pool.run(fit_pipeline_with_overflow, 2, plan, regression(8), stage, process_group=False):
+        assert scales == [512.0, 512.0, 256.0, 256.0]
+        assert (probe.global_step, probe.skipped) == (4, 2)
+        for name, weight in probe.final.items():
+            assert weight.isfinite().all()
+            real = probe.gradients[1][name] + probe.gradients[3][name]
+            torch.testing.assert_close(weight, probe.initial[name] - 0.1 * real, rtol=1e-5, atol=1e-6)
 
 
 class Five(Scalar):
@@ -121,9 +152,25 @@ def test_p34_resume_goes_on_with_master_weights(pool, strategy, tmp_path):
 
 def test_p34_true_bf16_loses_them_as_it_says(pool):
     plan = make_plan(1, precision="bf16-true", trainer={"max_steps": 10, "max_epochs": -1})
-    ((probe, weights, _),) = pool.run(fit_with_dtypes, 1, plan, ONES, process_group=False)
+    (((probe, weights, _), warned),) = pool.run(fit_and_listen, 1, plan, ONES, process_group=False)
+    assert [line for line in warned if "precision=bf16-true" in line and "precision=bf16-mixed" in line]
     assert probe.final["w"].item() == 1.0
     assert weights == {"torch.bfloat16"}
+
+
+def fit_and_listen(plan, data):
+    lines = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    listener = Listener(logging.WARNING)
+    logging.getLogger("framework_plugins").addHandler(listener)
+    try:
+        return fit_with_dtypes(plan, data), lines
+    finally:
+        logging.getLogger("framework_plugins").removeHandler(listener)
 
 
 class Bad(Scalar):
@@ -159,5 +206,5 @@ def test_p35_skip_leaves_the_step_out_on_all_ranks(pool, strategy, how):
     plan = make_plan(2, strategy=strategy, on_nonfinite="skip")
     data = tokens(*[[1.0]] * 8)
     for probe in pool.run(fit, 2, plan, partial(Bad, how, lr=0.1), data, process_group=False):
-        assert probe.skipped == 1
+        assert probe.skipped == probe.logged["skipped_steps"] == 1
         assert probe.final["w"].item() == pytest.approx(-0.3)  # three updates of four

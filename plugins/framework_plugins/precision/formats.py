@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ from framework import Problem, RunPlan, hookimpl
 
 if TYPE_CHECKING:
     from framework.precision import Precision
+
+log = logging.getLogger(__name__)
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -61,6 +64,12 @@ class Formats:
 
         from framework.precision import LossScale, Precision
 
+        if self.param_dtype == "bfloat16":
+            log.warning(
+                "precision=%s keeps weights and optimizer state in bf16: an update smaller than about 1/256 of a "
+                "weight is rounded away; precision=bf16-mixed keeps them in fp32.",
+                self.name,
+            )
         return Precision(
             name=self.name,
             param_dtype=getattr(torch, self.param_dtype),
