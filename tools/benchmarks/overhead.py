@@ -178,18 +178,25 @@ def plain(case: str, timer: Timer, folder: str, bar: bool) -> None:
 def ours(case: str, timer: Timer, folder: str, bar: bool) -> None:
     """Train with the framework."""
     torch.manual_seed(0)
-    trainer = framework.Trainer(plan(case, folder, timer.steps, bar), callbacks=[timer])
+    frozen = PLANS[case]
+    logger = {"csv": {**frozen.components["logger"]["csv"], "save_dir": folder}}
+    here = frozen.with_(run_dir=folder, components={**frozen.components, "logger": logger})
+    trainer = framework.Trainer(here, callbacks=[timer])
     trainer.fit(Module(), loader(timer.steps, sharded=False))
 
 
-def plan(case: str, folder: str, steps: int, bar: bool) -> RunPlan:
+PLANS: dict[str, RunPlan] = {}
+"""Case -> its plan; filled in each rank by `run_case`."""
+
+
+def plan(case: str, steps: int, bar: bool) -> RunPlan:
     """Return the plan of one case, as typed by a user: the bundled options, the same logging as plain Lightning."""
     words = [
         *([] if case == "single" else [f"strategy={case}"]),
-        *(f"{slot}=none" for slot in ("model", "data", "checkpoint", "recovery", "logs")),
+        *(f"{slot}=none" for slot in ("checkpoint", "recovery", "logs")),
         "logger=[csv]", f"devices={CASES[case]}", f"global_batch_size={BATCH * CASES[case]}", "threads=1",
         f"trainer.max_steps={steps}", f"trainer.log_every_n_steps={LOG_EVERY}",
-        f"trainer.enable_progress_bar={str(bar).lower()}", f"run_dir={folder}",
+        f"trainer.enable_progress_bar={str(bar).lower()}",
     ]  # fmt: skip
     return compose(words, model=False)
 
@@ -216,12 +223,13 @@ class Settings:
     profile: bool = False
 
 
-def run_case(case: str, settings: Settings) -> dict[str, Any]:
+def run_case(case: str, settings: Settings, plan_of_case: dict[str, Any]) -> dict[str, Any]:
     """Run all sides in turn, `settings.rounds` times; called on each rank with the process group made.
 
     Returns:
         side -> `cpu_ms` and `wall_ms` a step (one a round), and with `profile` where the time went.
     """
+    PLANS[case] = RunPlan.from_dict(plan_of_case)
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -277,7 +285,8 @@ def measure(cases: Iterable[str], settings: Settings) -> dict[str, Any]:
     report = {}
     for case in cases:
         limit = 60.0 + settings.rounds * settings.steps
-        ranks = run_ranks(run_case, CASES[case], case, settings, timeout=limit)
+        frozen = plan(case, settings.steps, settings.bar)
+        ranks = run_ranks(run_case, CASES[case], case, settings, frozen.to_dict(), timeout=limit)
         figures: dict[str, Any] = {}
         for side in SIDES:
             figures[side] = {
