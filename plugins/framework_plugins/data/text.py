@@ -154,8 +154,8 @@ class Text(LightningDataModule):
     def sha256(self) -> str:
         """Of the text's bytes and, if there is one, the tokenizer's file."""
         digest = hashlib.sha256(self._corpus[1])
-        if self.tokenizer is not None:
-            digest.update(Path(self.tokenizer).read_bytes())
+        if self._vocabulary is not None:
+            digest.update(Path(str(self.tokenizer)).read_bytes())
         return digest.hexdigest()
 
     def _encode(self) -> Tokens:
