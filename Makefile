@@ -3,13 +3,15 @@
 #   make test      set up, then the whole suite
 #   make check     what a contributor runs before a commit: format, lint, types, import contracts, fast tests
 #   make campaign  hours of kills and mixes; writes its figures to tests/campaign/
+#   make bench     measurements: make bench ARGS=overhead (or memory, start); nothing else should run meanwhile
+#   make pictures  draw docs/images/ again from a run
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: train test check lint fast campaign bench clean
+.PHONY: train test check lint fast campaign bench pictures clean
 
 train: $(READY)
 	$(BIN)/python -m framework +strategy=fsdp +pp=gpipe $(ARGS)
@@ -33,6 +35,12 @@ campaign: $(READY)
 
 bench: $(READY)
 	$(BIN)/python tools/bench.py $(ARGS)
+
+pictures: $(READY)
+	rm -rf runs/pictures
+	$(BIN)/python tools/screenshot.py docs/images/terminal.svg -- \
+	    $(BIN)/python -m framework +strategy=fsdp +pp=gpipe run_dir=runs/pictures $(ARGS)
+	cp runs/pictures/loss.png docs/images/loss.png
 
 $(READY): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
