@@ -153,18 +153,25 @@ def _runner(name: str) -> Callable[[RunPlan, Any], int]:
 
 
 def _single(name: str, words: list[str], request: Request, flags: argparse.Namespace) -> int:
-    """Check everything, then make the folder, then run."""
+    """Make the folder, check everything, then run; a run that is refused leaves no folder."""
     from framework import compose
     from framework.multirun import Task
     from framework.rank_env import external_rank
 
-    blueprint = compose.blueprint(request, "validate" if name == "validate" else "fit")
-    plan = blueprint.plan(before_model=_prewarm)
-    run = _runner(name)
     outside = external_rank()
-    if outside is not None and outside.rank > 0:
+    follows = outside is not None and outside.rank > 0
+    # first, since loggers and others name files in it: the time must be read once
+    claimed = None if follows else _claim(request)
+    try:
+        blueprint = compose.blueprint(request, "validate" if name == "validate" else "fit")
+        plan = blueprint.plan(before_model=_prewarm)
+        run = _runner(name)
+    except BaseException:
+        if claimed is not None:
+            claimed.rmdir()
+        raise
+    if follows:
         return run(plan, blueprint.model)
-    _claim(request)
     task = Task(plan.command, (plan, blueprint.model), run)
     refused = _hydra(words, request, flags, task)
     if task.error is not None:
@@ -190,13 +197,16 @@ def _sweep(name: str, words: list[str], request: Request, flags: argparse.Namesp
     return code if concluded is None else concluded
 
 
-def _claim(request: Request) -> None:
-    """Make the folder of the run (of a sweep: of its jobs), unless the user named one."""
+def _claim(request: Request) -> Path | None:
+    """Make and return the folder of the run (of a sweep: of its jobs); None if the user named one."""
     from framework import compose, job
 
     folder = compose.default_run_dir(request)
-    if folder is not None:
-        request.tokens.append(f'++run_dir="{job.claim(Path(folder).resolve())}"')
+    if folder is None:
+        return None
+    claimed = job.claim(Path(folder).resolve())
+    request.tokens.append(f'++run_dir="{claimed}"')
+    return claimed
 
 
 def _prewarm() -> None:
