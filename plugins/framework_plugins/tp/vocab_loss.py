@@ -104,7 +104,8 @@ def cross_entropy(
     if target.device.type == "cpu" and bool((counted & ((target < 0) | (target >= classes))).any()):
         wrong = target[counted & ((target < 0) | (target >= classes))][0]
         raise IndexError(f"Target {int(wrong)} is out of bounds: the model has {classes} classes (0 to {classes - 1})")
-    loss = _SplitCrossEntropy.apply(logits, torch.where(counted, target, 0), classes, mesh)  # type: ignore[no-untyped-call]
+    safe = torch.where(counted, target, 0)
+    loss = _SplitCrossEntropy.apply(logits, safe, classes, mesh)  # type: ignore[no-untyped-call]
     loss = torch.where(counted, loss, 0.0)
     if reduction == "none":
         return loss
