@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from framework.adapters import lightning_private
 from framework.agreement import gather, ranks, together
 from framework.checkpoint_files import CheckpointError
 from framework.encoding import decode, encode, tensor_entries
@@ -140,6 +141,8 @@ class StateKeeper:
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Fill the module, and in `fit` the optimizers. Collective. Returns Lightning's dict."""
         fitting = self.module.trainer.state.fn == "fit"
+        if fitting:
+            lightning_private.resume_cleanly(self.module.trainer)
         return load_checkpoint(
             self.store,
             str(path),

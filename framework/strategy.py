@@ -180,9 +180,7 @@ class MeshStrategy(ParallelStrategy):
 
     def _check_module(self, module: LightningModule, trainer: LightningTrainer) -> None:
         problems = [
-            problem
-            for problems in self.manager.hook.check_model(plan=self.plan, model=module)
-            for problem in problems
+            problem for problems in self.manager.hook.check_model(plan=self.plan, model=module) for problem in problems
         ]
         if problems and trainer.state.fn == TrainerFn.FITTING:
             from framework.errors import PlanError
@@ -403,7 +401,9 @@ class MeshStrategy(ParallelStrategy):
         return self.state.load(checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Nothing to do: `load_checkpoint` filled the shards."""
+        """Take over what the module's `on_load_checkpoint` replaced; `load_checkpoint` filled the shards."""
+        assert self.state is not None
+        self.state.put_back(checkpoint)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Nothing to do: `load_checkpoint` filled the optimizers."""

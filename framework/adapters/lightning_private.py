@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities import rank_zero_only
@@ -141,11 +142,11 @@ def leave_signals_alone(trainer: Any) -> None:
 
 
 def resume_cleanly(trainer: Any) -> None:
-    """Make the coming restore of the training loop right for a checkpoint of any moment; to be called before it.
+    """Make the restore of the training loop, which is to come, right for a checkpoint of any moment.
 
-    Lightning restores the counters as they were in the callback that saved, and guesses the moment from them. At the ends
-    of epochs and of training it guesses wrong: `on_train_epoch_start` isn't called, a second resume trains an epoch too
-    many, batches are counted on into the next epoch (seen with 2.6.6).
+    Lightning restores the counters as they were in the callback that saved, and guesses the moment from them. At the
+    ends of epochs and of training it guesses wrong: `on_train_epoch_start` isn't called, a second resume trains an
+    epoch too many, batches are counted on into the next epoch (seen with 2.6.6).
     """
     loop = trainer.fit_loop
     original = loop.load_state_dict
@@ -159,7 +160,7 @@ def resume_cleanly(trainer: Any) -> None:
 
 
 def _settle(loop: Any) -> None:
-    """Bring restored counters of the training loop (ready, started, processed, completed) into a state that is understood."""
+    """Bring restored counters (ready, started, processed, completed) into a state that Lightning understands."""
     epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
     current, total = batches.current, batches.total
     begun = epochs.total.started
@@ -172,7 +173,7 @@ def _settle(loop: Any) -> None:
             setattr(epochs.total, counter, begun)
         total.completed = total.ready
         loop.epoch_loop._batches_that_stepped += 0 if ended else 1
-        type(loop).__mro__[1].restarting.fset(loop, False)  # the loop's own setter says True when `max_steps` is set
+        _Loop.restarting.fset(loop, False)  # the loop's own setter says True whenever `max_steps` is set
     elif ended:  # training ended within the epoch: as it was in the callback of the last batch
         for progress in (epochs.current, epochs.total):
             progress.processed = progress.completed = begun - 1

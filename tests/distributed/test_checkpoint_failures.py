@@ -172,7 +172,7 @@ def test_p15_what_doesnt_fit_is_named_on_all_ranks(pool, tmp_path):
         assert "this run wants model.extra.bias, model.extra.weight, which the checkpoint doesn't have" in deeper
         assert "the checkpoint has " in shallower
         assert "model.norm.running_mean" in shallower
-        assert "optimizer.0.norm.weight.exp_avg" in shallower
+        assert "optimizer.0.norm.bias.exp_avg" in shallower
         assert "saved with the optimizers AdamW, but this run has SGD" in other
         assert "holds weights only" in weights
         assert "nowhere is not a checkpoint" in nowhere

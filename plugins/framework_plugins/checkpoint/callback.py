@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from framework import checkpoint_files as files
+from framework.adapters import lightning_private
 from framework.agreement import ranks, together
 from framework.checkpoint import RANK_STATE, schedule_changes
 from framework.checkpoint_files import CheckpointError, Mark
@@ -33,7 +34,8 @@ class Checkpoints(Checkpoint):
     """Saves every `every_n_steps` optimizer steps, when the monitored metric is new, and at the end of training.
 
     A score belongs to the weights it was measured with: one that validation gives is added to the checkpoint of the
-    same step (saved then, if there was none yet).
+    same step (saved then, if there was none yet). What is due at the last batch of an epoch is saved when the epoch is
+    over, so that its validation, and what schedules and early stopping made of it, are in the checkpoint.
 
     Args:
         settings: of the option.
@@ -50,6 +52,9 @@ class Checkpoints(Checkpoint):
         self._saved_step = 0
         self._here = False
         self._source: str | None = None
+        self._at_last_batch = False
+        self._due = False
+        self._measured: float | None = None
         self._streams: dict[str, Tensor] = {}
 
     @property
@@ -82,10 +87,11 @@ class Checkpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save every `every_n_steps`."""
+        self._at_last_batch = lightning_private.at_last_batch(trainer)
         every, step = self.settings.every_n_steps, trainer.global_step
         if not self._on or not every or step % every or step == self._saved_step:
             return
-        self.save(trainer)
+        self._save_when_over(trainer)
         self._score(trainer, "train")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,10 +110,31 @@ class Checkpoints(Checkpoint):
                 f" is {', '.join(sorted(trainer.callback_metrics)) or 'no metric at all'}"
             )
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save what was due at the end of the epoch before."""
+        self._end_epoch(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the final state, also when training was asked to stop."""
+        self._end_epoch(trainer)
         if self._on and trainer.global_step != self._saved_step:
             self.save(trainer)
+
+    def _save_when_over(self, trainer: Trainer, score: float | None = None) -> None:
+        """Save this step now, or at the end of an epoch when that is over."""
+        if self._at_last_batch:
+            self._due = True
+            self._measured = self._measured if score is None else score
+            return
+        self.save(trainer)
+        if score is not None:
+            self._tidy(trainer, score)
+
+    def _end_epoch(self, trainer: Trainer) -> None:
+        due, measured = self._due, self._measured
+        self._at_last_batch, self._due, self._measured = False, False, None
+        if due:
+            self._save_when_over(trainer, measured)
 
     # -- which -----------------------------------------------------------------------------------------------------
     def _score(self, trainer: Trainer, moment: str) -> None:
@@ -123,8 +150,7 @@ class Checkpoints(Checkpoint):
         if value is None:
             return
         self._source = moment
-        self.save(trainer)
-        self._tidy(trainer, float(value))
+        self._save_when_over(trainer, float(value))
 
     def _tidy(self, trainer: Trainer, score: float | None) -> None:
         """Write the score and the link, delete what needn't be kept. Collective."""
