@@ -14,6 +14,7 @@ from rich.text import Text
 from framework.plan import AXES, RunPlan
 from framework.process_env import environment_lines
 from framework.schema import LIST_SLOTS, SLOTS
+from framework.summary import short
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -328,4 +329,5 @@ def _rest(plan: RunPlan) -> Iterator[RenderableType]:
         yield _heading("Known beforehand")
         yield Text("\n".join(f"{name}: {value}" for name, value in facts.items()))
     yield _heading("Folder")
-    yield Text(plan.run_dir + (f"\nstarts from {plan.ckpt_path}" if plan.ckpt_path else ""), overflow="fold")
+    start = f"\nstarts from {short(plan.ckpt_path)}" if plan.ckpt_path else ""
+    yield Text(short(plan.run_dir) + start, overflow="fold")

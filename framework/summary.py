@@ -92,7 +92,7 @@ def end_table(summary: Mapping[str, Any]) -> RenderableType:
     table.add_row("peak memory a rank", _memory(summary))
     names = summary.get("checkpoints") or []
     table.add_row("checkpoints", f"{len(names)}, newest {names[-1]}" if names else "none")
-    table.add_row("run_dir", str(summary["run_dir"]))
+    table.add_row("run_dir", short(summary["run_dir"]))
     if summary.get("error"):
         table.add_row("error", Text(str(summary["error"]).strip().splitlines()[0], style="red"))
     return table
@@ -127,6 +127,11 @@ def sweep_table(jobs: Iterable[Mapping[str, Any]]) -> RenderableType:
             lines = str(job["error"]).strip().splitlines()
             errors.append(Text(f"job {index} {status}: {lines[0] if lines else 'no message'}", style="red"))
     return Group(table, *errors)
+
+
+def short(path: str) -> str:
+    """Return a path as one would type it here: relative if it lies below the working directory."""
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
 
 
 def number(value: float | str | None) -> str:

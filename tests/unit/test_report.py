@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from framework.curves import draw_loss, read_table
 from framework.plan import BatchSpec, MeshSpec, RunPlan
 from framework.report import Report
-from framework.summary import end_table, finish_summary, read_summary, sweep_table, write_summary
+from framework.summary import end_table, finish_summary, read_summary, short, sweep_table, write_summary
 from framework_plugins.logger.csv import Csv
 
 PROMISED = {
@@ -192,6 +192,14 @@ def test_end_table(tmp_path: Path) -> None:
         "400 401 399 402 MiB", "1, newest step-4",
     ):  # fmt: skip
         assert told in " ".join(text.split())
+
+
+def test_a_folder_below_the_working_directory_is_named_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert short(str(tmp_path / "runs" / "a")) == "runs/a"
+    assert short("/elsewhere/a") == "/elsewhere/a"
 
 
 def test_sweep_table_shows_every_job_and_every_error() -> None:
