@@ -40,14 +40,14 @@ def connect(plan: RunPlan, rank: int, attempt: int, port: int) -> None:
         RunFailedError: the store belongs to another run, or not all ranks came within the time limit.
     """
     limit = timedelta(seconds=plan.timeout_s)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     host_run = store.get(RUN_KEY).decode()
     if host_run != plan.run_id:
         raise RunFailedError(
             f"Rank {rank} of run '{plan.run_id}' was sent to port {port}, where run '{host_run}' meets: refused."
         )
     use_timeout(limit)
-    prefix = dist.PrefixStore(f"{plan.run_id}/{attempt}", store)
+    prefix = dist.PrefixStore(f"{plan.run_id}/{attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend_for(plan.accelerator), store=prefix, rank=rank, world_size=plan.world_size, timeout=limit
     )

@@ -199,7 +199,7 @@ def _store(attempt: Attempt) -> Iterator[int]:
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, attempt.plan.world_size))
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
         timeout=timedelta(seconds=attempt.plan.timeout_s),
     )  # fmt: skip

@@ -121,7 +121,8 @@ def work(plan: RunPlan, rank: int, entry: str, join: Callable[[], None] | None =
     error: BaseException | None = None
     try:
         set_threads(plan)
-        dist.set_debug_level_from_env()  # torch was imported before this environment was known
+        # torch was imported before this environment was known
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         manager = manager_for(plan)
         manager.hook.on_worker_start(plan=plan, rank=rank)
         seed(plan)

@@ -151,6 +151,7 @@ def group_timeouts(plan: RunPlan, rank: int, manager: Any) -> dict[str, float]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     mesh["dp", "tp"]._flatten("all")
     dist.new_group([0, 1], group_desc="own")
+    dist.new_group([0], group_desc="first")
     dist.new_group([rank], group_desc="alone", use_local_synchronization=True)
     return process_groups.timeouts()
 

@@ -27,15 +27,13 @@ def set_default_timeout(limit: timedelta) -> None:
     `new_group` and `init_device_mesh` read these two module globals when they are called; torch has no setter.
     """
     distributed_c10d.default_pg_timeout = limit
-    distributed_c10d.default_pg_nccl_timeout = limit
+    distributed_c10d.default_pg_nccl_timeout = limit  # type: ignore[attr-defined]
 
 
 def group_timeouts() -> dict[str, timedelta]:
     """Return the time limit of every group of this process: `<description> <number>`, ` on <device>` if several."""
     result = {}
     for group in distributed_c10d._world.pg_map:
-        if not isinstance(group, distributed_c10d.ProcessGroup):
-            continue  # a group that this rank isn't in
         devices = sorted(group._device_types, key=str)
         backends = {device: group._get_backend(torch.device(device)) for device in devices}
         for device, backend in backends.items():
@@ -128,12 +126,12 @@ def swapped_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Gene
 def forget_meshes() -> None:
     """Clear what DTensor remembers about meshes: for a process that makes a new process group after destroying one.
 
-    Results of sharding propagation and redistribution plans are kept by mesh layout and hold the first mesh of that layout;
-    in a new world its groups no longer exist ("Could not resolve the process group registered under the name 6").
+    Results of sharding propagation and redistribution plans are kept by mesh layout and hold the first mesh of that
+    layout; in a new world its groups no longer exist ("Could not resolve the process group registered under the name 6").
     """
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -141,9 +139,9 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _InPlace(TorchDispatchMode):
+class _InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, see: Callable[[str, Tensor, Sequence[Any], dict[str, Any]], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.see = see
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -143,3 +143,167 @@ def test_parameters_can_be_swapped_for_any_tensor() -> None:
     with pytest.raises(ZeroDivisionError), swapped_parameters(layer, {"weight": torch.zeros(2, 2)}):
         raise ZeroDivisionError
     assert layer.weight is before
+
+
+def test_in_place_operations_are_seen_through_views_and_torch_init() -> None:
+    """What `framework.initialize` records by: dispatch mode, storage identity, torch.nn.init's truncated normal."""
+    import torch
+    from torch import nn
+
+    from framework.adapters.torch_private import in_place_operations, storage_id
+
+    weight = nn.Parameter(torch.empty(4, 3, device="meta"))
+    other = torch.empty(4, 3, device="meta")
+    assert storage_id(weight) == storage_id(weight.data) == storage_id(weight[1]) != storage_id(other)
+    seen: list[str] = []
+
+    def see(name: str, target: torch.Tensor, *_: object) -> None:
+        if storage_id(target) == storage_id(weight):
+            seen.append(name)
+
+    def see_trunc_normal(target: torch.Tensor, mean: float, std: float, a: float, b: float) -> bool:
+        seen.append(f"trunc {mean} {std} {a} {b}")
+        return True
+
+    original = nn.init._no_grad_trunc_normal_
+    with torch.no_grad(), in_place_operations(see, see_trunc_normal):
+        for call in (nn.init.normal_, nn.init.kaiming_uniform_, nn.init.xavier_normal_, nn.init.ones_):
+            call(weight)
+        weight.data[1].fill_(2.0)
+        nn.init.trunc_normal_(weight, std=0.5, a=-1.0, b=1.0)
+        assert nn.init.orthogonal_(weight) is weight
+    assert seen[:6] == ["normal_", "uniform_", "normal_", "fill_", "fill_", "trunc 0.0 0.5 -1.0 1.0"]
+    assert len(seen) > 6, "orthogonal_ returns at once on the meta device if it can tell"
+    assert nn.init._no_grad_trunc_normal_ is original
+
+
+def test_the_progress_of_lightnings_loops() -> None:
+    """Loaders read and move it to resume in the middle of an epoch (P13)."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from framework.adapters import lightning_private
+
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.strategy._lightning_module = LightningModule()
+    assert lightning_private.finished_epochs(trainer) == 0
+    assert lightning_private.completed_steps(trainer) == 0
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    for field, value in (("ready", 13), ("started", 13), ("processed", 13), ("completed", 12)):
+        setattr(progress.current, field, value)
+        setattr(progress.total, field, value + 20)
+    lightning_private.move_to_batch(trainer, saved=13, now=5, length=5)
+    assert (progress.current.ready, progress.current.processed, progress.current.completed) == (5, 5, 4)
+    assert (progress.total.ready, progress.total.completed) == (25, 24)
+    assert lightning_private.at_last_batch(trainer)
+    lightning_private.move_to_batch(trainer, saved=4, now=4, length=9)  # saved after one batch of the next window
+    assert (progress.current.ready, progress.current.completed) == (4, 4)
+    assert not lightning_private.at_last_batch(trainer)
+
+
+def test_lightnings_signal_handlers_can_be_kept_out() -> None:
+    """Its SIGTERM handler enters a broadcast on the signalled rank alone: `preemption` needs the signal for itself."""
+    import signal
+
+    from lightning.pytorch import LightningModule, Trainer
+
+    from framework.adapters import lightning_private
+
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert hasattr(trainer._signal_connector, "register_signal_handlers")
+    assert hasattr(trainer._signal_connector, "teardown")
+    before = signal.getsignal(signal.SIGTERM)
+    lightning_private.leave_signals_alone(trainer)
+    seen = []
+
+    class Module(LightningModule):
+        def test_step(self, batch: object, batch_idx: int) -> None:
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    trainer.test(Module(), [1], verbose=False)
+    assert seen == [before]
+    assert trainer.received_sigterm is False
+
+
+def test_the_default_time_limit_of_groups_is_read_when_they_are_made() -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from framework.adapters import torch_private
+
+    before = dist.distributed_c10d.default_pg_timeout
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    try:
+        torch_private.set_default_timeout(timedelta(seconds=9))
+        dist.new_group([0], group_desc="later")
+        limits = {name.split()[0]: limit.total_seconds() for name, limit in torch_private.group_timeouts().items()}
+    finally:
+        dist.destroy_process_group()
+        torch_private.set_default_timeout(before)
+    assert limits == {"default_pg": 7.0, "later": 9.0}
+
+
+def test_caches_that_hold_meshes_of_an_earlier_world_can_be_cleared() -> None:
+    """Where one process serves several process groups in turn; that it helps is seen in test_checkpoint_layouts."""
+    from torch.distributed.tensor import _redistribute
+
+    from framework.adapters.torch_private import forget_meshes
+
+    _redistribute._planner_cache[None] = None  # type: ignore[index,assignment]
+    forget_meshes()
+    assert not _redistribute._planner_cache
+    assert _redistribute._gen_transform_infos.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize(
+    ("moment", "epochs", "batches", "stepped"),
+    [
+        ("the last batch", (2, 2, 1, 1), (6, 6, 6, 5), 11),
+        ("the end of the epoch", (2, 2, 2, 1), (6, 6, 6, 6), 12),
+        ("the start of the next epoch", (3, 2, 2, 2), (6, 6, 6, 6), 12),
+        ("the end of training", (2, 2, 2, 2), (6, 6, 6, 6), 12),
+    ],
+)
+@pytest.mark.parametrize("max_steps", [-1, 100])
+def test_a_restored_loop_begins_the_next_epoch(moment: str, epochs: Any, batches: Any, stepped: int, max_steps: int) -> None:
+    """Whichever callback saved after the last batch of epoch 2 (6 batches, 12 in all)."""
+    loop = _restored_loop(epochs, batches, stepped, max_steps, last=True)
+    for progress in (loop.epoch_progress.total, loop.epoch_progress.current):
+        assert (progress.ready, progress.started, progress.processed, progress.completed) == (2, 2, 2, 2), moment
+    assert not loop.restarting
+    assert not loop.epoch_loop.restarting
+    assert loop.epoch_loop._batches_that_stepped == 12
+
+
+def test_a_loop_whose_training_ended_within_an_epoch_goes_on_there() -> None:
+    loop = _restored_loop((2, 2, 2, 2), (4, 4, 4, 4), 10, 100, last=False)
+    total, batches = loop.epoch_progress.total, loop.epoch_loop.batch_progress.current
+    assert (total.ready, total.started, total.processed, total.completed) == (2, 2, 1, 1)
+    assert (batches.ready, batches.processed, batches.completed) == (4, 4, 3)
+    assert loop.restarting
+    assert loop.epoch_loop._batches_that_stepped == 9
+
+
+def _restored_loop(epochs: Any, batches: Any, stepped: int, max_steps: int, last: bool) -> Any:
+    from lightning.pytorch import Trainer
+
+    from framework.adapters import lightning_private
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = Trainer(max_steps=max_steps, max_epochs=9, **quiet)
+    loop = trainer.fit_loop
+    names = ("ready", "started", "processed", "completed")
+    for progress, values, earlier in (
+        (loop.epoch_progress, epochs, 0), (loop.epoch_loop.batch_progress, batches, 6),
+    ):  # fmt: skip
+        for name, value in zip(names, values, strict=True):
+            setattr(progress.current, name, value)
+            setattr(progress.total, name, value + earlier)
+    loop.epoch_loop.batch_progress.is_last_batch = last
+    loop.epoch_loop._batches_that_stepped = stepped
+    state = loop.state_dict()
+    again = Trainer(max_steps=max_steps, max_epochs=9, **quiet)
+    lightning_private.resume_cleanly(again)
+    again.fit_loop.load_state_dict(state)
+    assert "load_state_dict" not in vars(again.fit_loop)  # once only
+    return again.fit_loop

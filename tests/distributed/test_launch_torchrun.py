@@ -55,7 +55,9 @@ def test_a_raising_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
 def test_a_restart_by_torchrun_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     """`--max-restarts` restarts; where from is ours to say."""
     plan = plan_of(tmp_path, facts={"steps": 6, "every": 2, "raise_at": [[0, 1, 5]]})
-    with Launched(plan, "rank_entries:steps", prefix=torchrun(2, "--max-restarts=1")) as launched:
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with Launched(plan, "rank_entries:steps", own_store, torchrun(2, "--max-restarts=1")) as launched:
         assert launched.wait(START_UP_S) == 0, launched.output()
         assert [entry["step"] for entry in launched.steps(0) if entry["attempt"] == 1] == [5, 6]
         assert launched.output().count("Restart 1 begins from") == 1
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in launched.output(), "it is set, so nothing is to be said"
