@@ -51,7 +51,8 @@ def normal(key: int, positions: Tensor) -> Tensor:
     `ndtri` is computed element by element, so a value doesn't depend on where in a tensor it stands; the vectorised
     logarithm and cosine of Box and Muller's method may differ in the last bit between the middle and the end of one.
     """
-    return torch.special.ndtri(uniform(key, positions))
+    numbers: Tensor = torch.special.ndtri(uniform(key, positions))
+    return numbers
 
 
 def permutation(key: int, size: int) -> Tensor:

@@ -218,7 +218,7 @@ def _draw(name: str, arguments: dict[str, Any]) -> Callable[[Tensor, Callable[[]
 
 def _positions(view: Tensor) -> Tensor:
     """Return the positions in its storage of a view's elements, in the view's order."""
-    positions = torch.full((), view.storage_offset(), dtype=torch.int64)
+    positions = torch.tensor(int(view.storage_offset()))
     for size, stride in zip(view.shape, view.stride(), strict=True):
         positions = positions.unsqueeze(-1) + torch.arange(size) * stride
     return positions.reshape(-1)

@@ -1,0 +1,241 @@
+"""`framework.data`: what becomes of a user's DataLoader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.trainer.states import RunningStage
+from plans import make_plan, option
+from reading import Ids, Stream
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from framework.data import Loader, Loaders, StreamLoader
+from framework.errors import UsageError
+from framework.plan import RunPlan
+from framework.plugin_manager import manager_for
+
+
+class FakeTrainer:
+    """What the loaders ask of Lightning's Trainer."""
+
+    def __init__(self, stage: RunningStage = RunningStage.TRAINING, buffers: int = 0) -> None:
+        self.state = SimpleNamespace(stage=stage, fn="fit")
+        self.global_step = 0
+        module = torch.nn.Module()
+        module.automatic_optimization = True  # type: ignore[assignment]
+        for index in range(buffers):
+            module.register_buffer(f"b{index}", torch.zeros(1))
+        self.lightning_module = module
+        progress = SimpleNamespace(ready=0, started=0, processed=0, completed=0)
+        batch = SimpleNamespace(current=progress, total=SimpleNamespace(**vars(progress)), is_last_batch=False)
+        self.fit_loop = SimpleNamespace(
+            epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=0)),
+            epoch_loop=SimpleNamespace(batch_progress=batch),
+        )
+
+
+def process(loader: object, plan: RunPlan, rank: int = 0, trainer: FakeTrainer | None = None) -> Any:
+    return Loaders(plan, manager_for(plan), rank).process(loader, trainer or FakeTrainer())  # type: ignore[arg-type]
+
+
+def ids(loader: Any) -> list[list[int]]:
+    return [batch["id"].tolist() for batch in loader]
+
+
+def two(**settings: Any) -> RunPlan:
+    components = {"sampler": option("sampler", "consistent")}
+    return make_plan(2, strategy="ddp", **{"micro_batch_size": 2, "components": components, **settings})
+
+
+def double(batch: list[Any]) -> Any:
+    return {"id": 2 * torch.stack([row["id"] for row in batch])}
+
+
+def test_what_the_user_set_is_kept() -> None:
+    user = DataLoader(Ids(8), num_workers=2, collate_fn=double, timeout=9, prefetch_factor=3, persistent_workers=True)
+    ours = process(user, two(), rank=1)
+    assert type(ours) is Loader
+    kept = ("dataset", "num_workers", "collate_fn", "timeout", "prefetch_factor", "persistent_workers", "pin_memory")
+    assert all(getattr(ours, name) == getattr(user, name) for name in kept)
+    assert ids(process(DataLoader(Ids(8), collate_fn=double), two(), rank=1)) == [[4, 6], [12, 14]]
+    assert len(ours) == 2
+
+
+def test_shuffle_is_what_the_loader_asks_for() -> None:
+    ranks = [ids(process(DataLoader(Ids(8), shuffle=True), two(), rank)) for rank in range(2)]
+    read = [sample for batches in zip(*ranks, strict=True) for batch in batches for sample in batch]
+    assert sorted(read) == list(range(8)) != read
+    assert ids(process(DataLoader(Ids(8)), two(), 0)) == [[0, 1], [4, 5]]
+
+
+def test_a_sampler_of_the_users_own_gives_the_order_alike_on_all_ranks() -> None:
+    torch.manual_seed(1)
+
+    def user() -> DataLoader[Any]:
+        return DataLoader(Ids(8), sampler=WeightedRandomSampler([1.0, 1, 0, 0, 0, 0, 0, 0], 8))
+
+    one = ids(process(user(), two(), 0))
+    torch.manual_seed(2)  # ranks may have drawn different random numbers by now
+    other, again = ids(process(user(), two(), 1)), ids(process(user(), two(), 0))
+    assert one == again
+    drawn = {sample for batch in one + other for sample in batch}
+    assert drawn == {0, 1}
+    assert sum(len(batch) for batch in one + other) == 8
+
+
+def test_epochs_follow_lightnings() -> None:
+    trainer = FakeTrainer()
+    loader = process(DataLoader(Ids(8), shuffle=True), two(), trainer=trainer)
+    first = ids(loader)
+    assert ids(loader) == first, "Lightning makes the first iterator twice"
+    trainer.global_step = 2
+    trainer.fit_loop.epoch_progress.current.processed = 1
+    assert ids(loader) != first
+
+
+def test_state_is_the_same_on_all_ranks_and_counts_steps_not_fetches() -> None:
+    states = []
+    for rank in range(2):
+        trainer = FakeTrainer()
+        loader = process(DataLoader(Ids(12), shuffle=True), two(), rank, trainer)
+        rows = iter(loader)
+        next(rows), next(rows)
+        trainer.global_step = 1
+        states.append(loader.state_dict())
+    assert states[0] == states[1]
+    assert (states[0]["epoch"], states[0]["consumed"]) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"size": 13}, "size 13.*size 12"), ({"seed": 5}, "type seed=5"), ({"order": "in order"}, "sampler.shuffle")],
+)
+def test_another_order_cannot_be_gone_on_with(change: dict[str, Any], words: str) -> None:
+    loader = process(DataLoader(Ids(12), shuffle=True), two())
+    iter(loader)
+    with pytest.raises(UsageError, match=words):
+        loader.load_state_dict(loader.state_dict() | change)
+
+
+class Noisy(Dataset[Any]):
+    """Samples that are augmented with every kind of random number."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, float]:
+        return {"torch": torch.rand(()).item(), "numpy": np.random.rand(), "python": random.random()}
+
+
+def noise(loader: Any) -> list[list[float]]:
+    return [[*batch["torch"].tolist(), *batch["numpy"].tolist(), *batch["python"].tolist()] for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_numbers_of_samples_follow_from_seed_and_data_rank(workers: int) -> None:
+    """Ranks that differ only on tp or pp change a sample alike, whatever else they have drawn."""
+
+    def read(rank: int, seed: int) -> list[list[float]]:
+        torch.manual_seed(seed)
+        return noise(process(DataLoader(Noisy(), num_workers=workers), two(), rank))
+
+    one, same, other = read(0, 1), read(0, 2), read(1, 1)
+    assert one == same
+    assert not {value for row in one for value in row} & {value for row in other for value in row}
+
+
+def test_reading_leaves_the_process_random_numbers_alone() -> None:
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    expected = torch.rand(1).item(), random.random(), np.random.rand()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    noise(process(DataLoader(Noisy()), two()))
+    assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
+
+
+def test_evaluation_gives_fillers_only_where_a_forward_is_collective() -> None:
+    lengths = {}
+    for words, strategy, buffers in (("ddp", "ddp", 0), ("ddp, buffers", "ddp", 1), ("fsdp", "fsdp", 0)):
+        plan = make_plan(2, strategy=strategy)
+        trainer = FakeTrainer(RunningStage.VALIDATING, buffers)
+        lengths[words] = [len(process(DataLoader(Ids(5)), plan, rank, trainer)) for rank in range(2)]
+    assert lengths == {"ddp": [3, 2], "ddp, buffers": [3, 3], "fsdp": [3, 3]}
+
+
+def test_evaluation_takes_any_batch_size_and_is_never_shuffled() -> None:
+    trainer = FakeTrainer(RunningStage.VALIDATING)
+    assert ids(process(DataLoader(Ids(8), batch_size=3, shuffle=True), two(), 0, trainer)) == [[0, 1, 2], [6]]
+
+
+class OwnLoader(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter([])
+
+
+REFUSED = [
+    (lambda: DataLoader(Ids(8), batch_size=3), r"batch_size=3.*batches of 2.*global_batch_size=6"),
+    (lambda: DataLoader(Ids(8), batch_size=None), "batch_size=None"),
+    (lambda: DataLoader(Ids(8), batch_sampler=BatchSampler(SequentialSampler(Ids(8)), 2, False)), "batch_sampler"),
+    (lambda: DataLoader(Ids(8), sampler=DistributedSampler(Ids(8), 2, 0)), "DistributedSampler"),
+    (lambda: OwnLoader(Ids(8)), "OwnLoader, which can't be shared out over 2 data ranks"),
+    (lambda: [torch.zeros(2)], "list, which can't be shared out"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED)
+def test_loaders_that_cannot_be_shared_out_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        process(make(), two())
+
+
+def test_several_training_loaders_are_refused_and_a_reloaded_one_is_not() -> None:
+    plan = two()
+    loaders = Loaders(plan, manager_for(plan), 0)
+    trainer: Any = FakeTrainer()
+    first: Any = loaders.process(DataLoader(Ids(8)), trainer)
+    with pytest.raises(UsageError, match="several training loaders"):
+        loaders.process(DataLoader(Ids(8)), trainer)
+    iter(first)
+    assert isinstance(loaders.process(DataLoader(Ids(8)), trainer), Loader)
+
+
+def test_without_a_sampler() -> None:
+    alone = make_plan(1, micro_batch_size=2, components={"sampler": None})
+    user = DataLoader(Ids(8), batch_size=2)
+    assert process(user, alone) is user
+    with pytest.raises(UsageError, match=r"batch_size is 1, not the 2 samples"):
+        process(DataLoader(Ids(8)), alone)
+    for dataset in (Ids(8), Stream(8)):
+        with pytest.raises(UsageError, match="sampler=consistent"):
+            process(DataLoader(dataset, batch_size=2), two(components={"sampler": None}))
+
+
+def stream(size: int, rank: int, plan: RunPlan) -> StreamLoader:
+    trainer: Any = FakeTrainer()
+    trainer.strategy = SimpleNamespace(reduce_boolean_decision=lambda decision, all: decision)
+    return process(DataLoader(Stream(size)), plan, rank, trainer)  # type: ignore[no-any-return]
+
+
+def test_a_stream_is_shared_out_sample_by_sample_and_has_no_length() -> None:
+    assert [ids(stream(8, rank, two())) for rank in range(2)] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    with pytest.raises(TypeError):
+        len(stream(8, 0, two()))
+
+
+def test_a_stream_goes_on_under_another_mix() -> None:
+    before = stream(24, 0, two())
+    iter(before)
+    before._where.trainer.global_step = 3  # type: ignore[misc]
+    state = before.state_dict()
+    assert state["consumed"] == 12
+    plan = make_plan(1, accumulation=2, micro_batch_size=2)
+    after = stream(24, 0, plan)
+    after.load_state_dict(state)
+    assert ids(after)[0] == [12, 13]
+    assert after._where.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 6
