@@ -73,6 +73,7 @@ def _plugins(words: list[str]) -> int:
 def _composed(name: str, words: list[str]) -> int:
     """Run a command that needs settings."""
     from framework import compose
+    from framework.rank_env import external_rank
 
     flags = _flags(words)
     dirs = [flags.config_dir] if flags.config_dir else []
@@ -83,6 +84,8 @@ def _composed(name: str, words: list[str]) -> int:
     _warn()
     if name == "plan":
         return _plan(request, multirun)
+    if multirun and external_rank() is not None:
+        raise UsageError("-m under torchrun: each rank would run the whole sweep. Type it without torchrun.")
     if multirun:
         return _sweep(name, words, request, flags)
     return _single(name, words, request, flags)

@@ -158,6 +158,9 @@ def test_under_torchrun_both_world_sizes_are_named(program, monkeypatch):
     assert code == EXIT_USAGE
     assert "2 ranks" in text
     assert "the plan has 1" in text
+    code, text = program("-m", "seed=1,2")
+    assert code == EXIT_USAGE
+    assert "each rank would run the whole sweep" in text
 
 
 def test_plan_shows_each_job_of_a_sweep(program):

@@ -111,7 +111,9 @@ def test_a_strangers_strategy_trains_as_ours_does(good, tmp_path):
     small, large = 30 / 256, 174 / 256  # means of the squares of 1/8..4/8 and 5/8..8/8, seen in turn
     weight = (1 - 0.2 * small) ** 2 * (1 - 0.2 * large)  # after three steps of SGD on mean((x * weight) ** 2)
     assert losses["ddp"] == pytest.approx((small, weight**2 * large), rel=1e-6)
-    code, text = run([good, project], "-m", "framework", "ranks", *probe, "strategy=acme_average", "run_dir=x")
+    code, text = run(
+        [good, project], "-m", "framework", "ranks", *probe, "strategy=acme_average", f"run_dir={tmp_path}/x"
+    )
     assert code == 0, text
     assert "acme counts 2 ranks" in text
 
