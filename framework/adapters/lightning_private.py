@@ -173,7 +173,8 @@ def _settle(loop: Any) -> None:
             setattr(epochs.total, counter, begun)
         total.completed = total.ready
         loop.epoch_loop._batches_that_stepped += 0 if ended else 1
-        _Loop.restarting.fset(loop, False)  # the loop's own setter says True whenever `max_steps` is set
+        # not the loop's own setter, which says True whenever `max_steps` is set
+        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
     elif ended:  # training ended within the epoch: as it was in the callback of the last batch
         for progress in (epochs.current, epochs.total):
             progress.processed = progress.completed = begun - 1

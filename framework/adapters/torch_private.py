@@ -126,8 +126,8 @@ def swapped_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Gene
 def forget_meshes() -> None:
     """Clear what DTensor remembers about meshes: for a process that makes a new process group after destroying one.
 
-    Results of sharding propagation and redistribution plans are kept by mesh layout and hold the first mesh of that
-    layout; in a new world its groups no longer exist ("Could not resolve the process group registered under the name 6").
+    Sharding propagation and redistribution keep results by mesh layout, with the first mesh of that layout; in a new
+    world its groups no longer exist ("Could not resolve the process group registered under the name 6").
     """
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()

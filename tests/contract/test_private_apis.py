@@ -6,6 +6,7 @@ import ast
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -265,7 +266,9 @@ def test_caches_that_hold_meshes_of_an_earlier_world_can_be_cleared() -> None:
     ],
 )
 @pytest.mark.parametrize("max_steps", [-1, 100])
-def test_a_restored_loop_begins_the_next_epoch(moment: str, epochs: Any, batches: Any, stepped: int, max_steps: int) -> None:
+def test_a_restored_loop_begins_the_next_epoch(
+    moment: str, epochs: Any, batches: Any, stepped: int, max_steps: int
+) -> None:
     """Whichever callback saved after the last batch of epoch 2 (6 batches, 12 in all)."""
     loop = _restored_loop(epochs, batches, stepped, max_steps, last=True)
     for progress in (loop.epoch_progress.total, loop.epoch_progress.current):

@@ -221,13 +221,13 @@ class Checkpoints(Checkpoint):
 
 def streams() -> dict[str, Tensor]:
     """Return the state of this process's random generators (torch CPU and CUDA, Python, NumPy) as uint8 tensors."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    kind, keys, *rest = np.random.get_state()
     result = {
         "torch": torch.get_rng_state(),
         "python": _pack(random.getstate()),
-        "numpy": _pack([kind, keys.tolist(), *rest]),
+        "numpy": _pack([kind, np.asarray(keys).tolist(), *rest]),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         result["cuda"] = torch.cuda.get_rng_state()
     return result
 

@@ -81,7 +81,9 @@ class ShardWriter(StorageWriter):
         results = []
         for item in plan.items:
             piece = _piece(item, file_name(self.rank))
-            tensor = _on_cpu(planner.resolve_data(item))
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)  # the store passes nothing else
+            tensor = _on_cpu(data)
             tensors[piece.key] = tensor
             results.append(WriteResult(item.index, tensor.nbytes, piece))
         if tensors:
@@ -169,7 +171,7 @@ class ShardReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index in torch's terms."""
         metadata: dict[str, Any] = {}
-        storage = {}
+        storage: dict[MetadataIndex, Piece] = {}
         for name, (dtype, shape, pieces) in self.index.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in pieces]
             metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from framework import checkpoint_files as files
@@ -100,7 +101,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save(dict(tensors), storage_writer=ShardWriter(folder), planner=planner, no_dist=ranks()[1] == 1)
+        save(dict(tensors), storage_writer=ShardWriter(folder), planner=planner, no_dist=ranks()[1] == 1)
 
 
 def _read(index: Index, tensors: Mapping[str, Tensor]) -> None:
@@ -117,7 +118,7 @@ def _read(index: Index, tensors: Mapping[str, Tensor]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(
+            load(
                 dict(tensors), storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True
             )
     except CheckpointException as error:  # a BaseException: `except Exception` would let it pass
