@@ -28,6 +28,10 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """One of these is there where torch could find a GPU (NVIDIA, AMD, WSL); without any, torch isn't imported to look."""
 
 
+DEFAULT_STEPS = 400
+"""Length of a run of which nobody said how long it shall be: enough for the default model to learn the default text."""
+
+
 @dataclass
 class Draft:
     """A plan on trial: the mix that was asked, and variations of it while the nearest legal ones are looked for."""
@@ -137,6 +141,8 @@ class Draft:
         )
         trainer: Any = OmegaConf.to_container(root.trainer, resolve=True)
         del trainer["accumulate_grad_batches"]  # it is `plan.batch.accumulation`
+        if trainer["max_steps"] == -1 and trainer["max_epochs"] is None and trainer["max_time"] is None:
+            trainer["max_steps"] = DEFAULT_STEPS
         plan = RunPlan(
             run_id=self.blueprint.run_id,
             run_dir=root.run_dir,

@@ -46,7 +46,7 @@ class TrainerSettings:
     """The part of Lightning's Trainer that users set; None leaves Lightning's own default."""
 
     max_steps: int = -1
-    """Optimizer steps; -1 = no limit."""
+    """Optimizer steps; -1 = no limit, or 400 if neither epochs nor time limit the run."""
     max_epochs: int | None = None
     max_time: str | None = None
     """DD:HH:MM:SS."""

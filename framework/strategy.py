@@ -39,6 +39,7 @@ from framework.parts import ModelPart
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
 from framework.precision import Precision
+from framework.randomness import seed_micro_step
 from framework.window import Window
 
 if TYPE_CHECKING:
@@ -233,8 +234,10 @@ class MeshStrategy(ParallelStrategy):
         return getattr(module, method)(*args, **kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Note the number of the batch; the module's `training_step` may not take it."""
+        """Note the number of the batch (the module's `training_step` may not take it); give it its random numbers."""
         self._batch_index = batch_idx
+        step = self._module.trainer.global_step
+        seed_micro_step(self.plan, self.global_rank, step, batch_idx % self.plan.batch.accumulation)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""

@@ -33,6 +33,13 @@ class MeshCallback(Callback):
         if isinstance(precision, Precision) and precision.skipped_steps:
             pl_module.log("skipped_steps", float(precision.skipped_steps))
 
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End with a validation also where the last step isn't the last of an epoch."""
+        if trainer.global_step == trainer.max_steps:
+            trainer.should_stop = True  # upon which Lightning validates, and stops as it would anyway
+
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
