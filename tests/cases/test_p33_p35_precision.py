@@ -208,3 +208,37 @@ def test_p35_skip_leaves_the_step_out_on_all_ranks(pool, strategy, how):
     for probe in pool.run(fit, 2, plan, partial(Bad, how, lr=0.1), data, process_group=False):
         assert probe.skipped == probe.logged["skipped_steps"] == 1
         assert probe.final["w"].item() == pytest.approx(-0.3)  # three updates of four
+
+
+class BadMlp(Mlp):
+    """NaN in one optimizer step, in one micro-batch, on the last stage."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == 2 and bool((batch["x"] == 7.0).any()) else loss
+
+
+def marked(samples):
+    """Regression data in which one sample of the third global batch is the bad one."""
+    data = regression(samples)
+    data.columns["x"][9] = 7.0
+    return data
+
+
+def test_p35_raise_under_a_pipeline(pool):
+    plan = make_plan(2, pp="1f1b", microbatches=2, micro_batch_size=2, on_nonfinite="raise")
+    with pytest.raises(RanksError) as error:
+        pool.run(fit, 2, plan, BadMlp, marked(16), process_group=False, timeout=30)
+    assert set(error.value.messages) == {0, 1}
+    for message in error.value.messages.values():
+        assert "rank 1" in message
+        assert "step 2" in message
+
+
+def test_p35_skip_under_a_pipeline(pool):
+    plan = make_plan(2, pp="1f1b", microbatches=2, micro_batch_size=2, on_nonfinite="skip")
+    for probe in pool.run(fit, 2, plan, partial(BadMlp, momentum=0.0), marked(16), process_group=False):
+        assert (probe.global_step, probe.skipped) == (4, 1)
+        for name, weight in probe.final.items():
+            real = sum(probe.gradients[step][name] for step in (0, 1, 3))
+            torch.testing.assert_close(weight, probe.initial[name] - 0.1 * real, rtol=1e-5, atol=1e-6)
