@@ -389,9 +389,10 @@ def schedule_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: st
     for key, value in saved.items():
         if key in _PROGRESS or key not in now:
             continue
-        if key == "_schedulers":
-            for number, (one, other) in enumerate(zip(value, now[key], strict=False)):
-                changes += schedule_changes(one, other, f"{where}[{number}]")
+        if isinstance(value, list) and any(isinstance(one, dict) for one in value):  # schedulers or factors inside
+            for one, other in zip(value, now[key], strict=False):
+                if isinstance(one, dict) and isinstance(other, dict):
+                    changes += schedule_changes(one, other, where)
         elif isinstance(value, (bool, int, float, str, list, tuple, dict)) and value != now[key]:
             changes.append(f"{where}.{key}: {value} from the checkpoint, this run's settings say {now[key]}")
     return changes

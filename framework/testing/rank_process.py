@@ -100,6 +100,8 @@ def _clean_surroundings(task: Task) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    from framework.adapters.torch_private import forget_meshes
+
     os.environ.clear()
     os.environ.update(task.env)
     os.chdir(task.cwd)
@@ -113,6 +115,7 @@ def _clean_surroundings(task: Task) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        forget_meshes()
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)

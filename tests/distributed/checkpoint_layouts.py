@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from framework.adapters.torch_private import forget_meshes
 from framework.checkpoint import load_checkpoint, save_checkpoint
 from framework.plan import MeshSpec
 from framework.state import full_state_dict, module_state, optimizer_state
@@ -49,7 +48,6 @@ class Net(LightningModule):
 
 def build(layout: str, seed: int) -> tuple[Net, list[torch.optim.Optimizer]]:
     """Return the model in a layout, and its two optimizers (AdamW in two groups; SGD with momentum)."""
-    forget_meshes()  # the process may have served an earlier test
     torch.manual_seed(seed)
     net = Net()
     for name, buffer in net.named_buffers():

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from framework import checkpoint_files as files
-from framework.adapters.torch_private import forget_meshes
 from framework.checkpoint import load_checkpoint, save_checkpoint
 from framework.checkpoint_files import CheckpointError
 from framework.plan import MeshSpec
@@ -34,7 +33,6 @@ class Small(LightningModule):
 
 
 def build(optimizer: type = torch.optim.AdamW, module: type = Small, **settings: Any) -> Any:
-    forget_meshes()
     torch.manual_seed(0)
     net = module()
     if dist.is_initialized():

@@ -123,6 +123,7 @@ class ShardWriter(StorageWriter):
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one safetensors file and flush it to disk. Raises OSError or safetensors' own error (full disk)."""
     save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets the owner alone read
     with path.open("rb") as file:
         os.fsync(file.fileno())
     sync_folder(path.parent)
