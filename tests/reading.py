@@ -56,6 +56,14 @@ class Reader(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+class Planner(Reader):
+    """Asks for the number of steps when it makes its optimizer: Lightning then sets up the training data early."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 6
+        return super().configure_optimizers()
+
+
 class SplitReader(Reader):
     """One with a layer that tensor parallelism can split."""
 

@@ -155,6 +155,8 @@ def resume_cleanly(trainer: Any) -> None:
         del loop.load_state_dict
         original(*args, **kwargs)
         _settle(loop)
+        # made before the restore by who asked for `estimated_stepping_batches`: Lightning wouldn't restore its position
+        loop._combined_loader = None
 
     loop.load_state_dict = load_state_dict
 

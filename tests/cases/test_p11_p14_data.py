@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from plans import make_plan, option
-from reading import Ids, Notes, SplitReader, Stream, train, validate
+from reading import Ids, Notes, Planner, SplitReader, Stream, train, validate
 from torch.utils.data import DataLoader, Dataset
 
 from framework.testing import RanksError
@@ -123,6 +123,16 @@ def test_p13_a_resumed_epoch_reads_each_sample_once(pool: Any, tmp_path: Any, ca
     assert sorted(flat(joined)) == list(range(size)) != flat(joined)
     assert {notes.done for notes in after} == {size // (world * accumulation)}
     assert [notes.steps for notes in after] == [notes.steps[kept:] for notes in whole]
+
+
+def test_p13_data_that_were_set_up_before_the_restore(pool: Any, tmp_path: Any) -> None:
+    make, where = loader(Ids(6), shuffle=True), str(tmp_path / "saved")
+    options = {"module": Planner, "process_group": False}
+    (whole,) = pool.run(train, 1, plan(), make, **options)
+    pool.run(train, 1, plan(), make, save_at=4, save_to=where, crash_after=5, **options)
+    (after,) = pool.run(train, 1, plan(), make, ckpt_path=where, **options)
+    assert after.read == whole.read[4:]
+    assert after.done == 6
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (4, 1)), ((4, 1), (2, 2))])
