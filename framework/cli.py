@@ -157,7 +157,7 @@ def _runner(name: str) -> Callable[[RunPlan, Any], int]:
 
 def _single(name: str, words: list[str], request: Request, flags: argparse.Namespace) -> int:
     """Make the folder, check everything, then run; a run that is refused leaves no folder."""
-    from framework import compose
+    from framework import compose, job
     from framework.multirun import Task
     from framework.rank_env import external_rank
 
@@ -171,7 +171,7 @@ def _single(name: str, words: list[str], request: Request, flags: argparse.Names
         run = _runner(name)
     except BaseException:
         if claimed is not None:
-            claimed.rmdir()
+            job.release(claimed, Path.cwd())
         raise
     if follows:
         return run(plan, blueprint.model)
@@ -191,7 +191,7 @@ def _sweep(name: str, words: list[str], request: Request, flags: argparse.Namesp
         raise PlanError(request.problems)
     _claim(request)
     since = multirun.now()
-    task = multirun.Task("validate" if name == "validate" else "fit", None, _runner(name))
+    task = multirun.Task("validate" if name == "validate" else "fit", None, _runner(name), _prewarm)
     code = EXIT_USAGE
     try:
         code = _hydra(words, request, flags, task)
@@ -202,12 +202,11 @@ def _sweep(name: str, words: list[str], request: Request, flags: argparse.Namesp
 
 def _claim(request: Request) -> Path | None:
     """Make and return the folder of the run (of a sweep: of its jobs); None if the user named one."""
-    from framework import compose, job
+    from framework import job
 
-    folder = compose.default_run_dir(request)
-    if folder is None:
+    if request.timed_run_dir is None:
         return None
-    claimed = job.claim(Path(folder).resolve())
+    claimed = job.claim(Path(request.timed_run_dir).resolve())
     request.tokens.append(f'++run_dir="{claimed}"')
     return claimed
 

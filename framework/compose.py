@@ -42,6 +42,7 @@ class Request:
         spoilt: slots whose token was refused.
         config_name: primary config, `train` or a recipe.
         config_dirs: folders of configs of the user's own.
+        timed_run_dir: folder of the run (of a sweep: of its jobs) if only the time names it: then it must be a new one.
     """
 
     tokens: list[str]
@@ -49,6 +50,7 @@ class Request:
     spoilt: set[str] = field(default_factory=set)
     config_name: str = "train"
     config_dirs: tuple[str, ...] = ()
+    timed_run_dir: str | None = None
 
 
 def read(
@@ -68,8 +70,9 @@ def read(
         listed = [name for name in primary.hydra.runtime.choices if not name.startswith("hydra/")]
         loader = GlobalHydra.instance().config_loader()
         groups = {slot: loader.get_group_options(slot) for slot in catalog().slots}
+        timed = _timed_run_dir(primary, tokens)
     line = command_line.read(tokens, groups, listed, multirun=multirun)
-    return Request(line.tokens, line.problems, line.spoilt, config_name, tuple(config_dirs))
+    return Request(line.tokens, line.problems, line.spoilt, config_name, tuple(config_dirs), timed)
 
 
 def _primary_error(config_name: str, error: Exception) -> str:
@@ -196,22 +199,13 @@ def _fix_run_dir(config: DictConfig, run_dir: str | None) -> None:
         return  # `check_values` says which value is missing or broken
 
 
-def default_run_dir(request: Request) -> str | None:
-    """Return the folder that the time names, if the user named none: then it must be a new one."""
-    if not is_default_run_dir(request.tokens):
+def _timed_run_dir(primary: DictConfig, tokens: Sequence[str]) -> str | None:
+    """Return the folder that the time names, if neither the primary config nor the user names another."""
+    named = {token.lstrip("+").partition("=")[0] for token in tokens}
+    raw: Any = OmegaConf.to_container(primary, resolve=False)
+    if named & {"run_dir", "hydra.run.dir", "hydra.sweep.dir"} or "${now:" not in str(raw["run_dir"]):
         return None
-    prepare(request.config_dirs)
-    with hydra_ready():
-        config = hydra.compose(request.config_name)
-        raw: Any = OmegaConf.to_container(config, resolve=False)
-        return str(config.run_dir) if "${now:" in str(raw["run_dir"]) else None
-
-
-def is_default_run_dir(tokens: Sequence[str]) -> bool:
-    """Whether the user left the run's folder to us, so that it must be a new one."""
-    return not any(
-        token.lstrip("+").partition("=")[0] in ("run_dir", "hydra.run.dir", "hydra.sweep.dir") for token in tokens
-    )
+    return str(primary.run_dir)
 
 
 def _root(problem: Problem) -> str:

@@ -89,7 +89,8 @@ class Draft:
                     self.blueprint.elsewhere = said
                     continue
                 problems += said
-                if any(not problem.fix for problem in said):
+                # A setting that the complaint corrects isn't the fault of the mix; what the model can't do is.
+                if hook == "check_model" or any(not problem.fix for problem in said):
                     self.suspects |= {slot, *(problem.setting.partition(".")[0].partition("=")[0] for problem in said)}
         if self.result.mesh.data_ranks > 1 and "sampler" not in self.components:
             reason = f"{self.result.mesh.data_ranks} data ranks would all train on the same samples"

@@ -39,6 +39,17 @@ def claim(folder: Path) -> Path:
             return candidate
 
 
+def release(folder: Path, top: Path) -> None:
+    """Remove a folder that `claim` made and nobody wrote into, and those above it that are empty too, below `top`."""
+    for empty in (folder, *folder.parents):
+        if empty == top or top not in empty.parents:
+            return
+        try:
+            empty.rmdir()
+        except OSError:  # another run is in it
+            return
+
+
 def plan_yaml(plan: RunPlan) -> str:
     """Return the plan as YAML."""
     return str(yaml.safe_dump(_simple(plan.to_dict()), sort_keys=False, allow_unicode=True))

@@ -73,14 +73,22 @@ class Task:
         command: `fit` or `validate`.
         prepared: plan and model of a single run, which were checked before its folder was made; None in a sweep.
         run: what to do with a plan; `framework.job.run` or a package's command.
+        before_model: called for each job of a sweep before its model is built.
     """
 
     __name__ = "framework"
 
-    def __init__(self, command: str, prepared: tuple[RunPlan, Any] | None, run: Run) -> None:
+    def __init__(
+        self,
+        command: str,
+        prepared: tuple[RunPlan, Any] | None,
+        run: Run,
+        before_model: Callable[[], None] | None = None,
+    ) -> None:
         self.command = command
         self.prepared = prepared
         self.run = run
+        self.before_model = before_model
         self.exit_code = EXIT_OK
         self.error: Exception | None = None
 
@@ -106,7 +114,7 @@ class Task:
         code, status, error = EXIT_RUN_FAILED, "failed", ""
         try:
             blueprint = examine(config, settings.runtime.choices, command=self.command, run_dir=str(folder))
-            plan = blueprint.plan()
+            plan = blueprint.plan(before_model=self.before_model)
             code = self.run(plan, blueprint.model)
             status = read_summary(folder / SUMMARY).get("status") or ("finished" if code == EXIT_OK else "failed")
         except FrameworkError as refused:

@@ -11,6 +11,7 @@ import yaml
 from framework import paths
 from framework.catalog import catalog
 from framework.compose import compose
+from framework.draft import DEFAULT_STEPS
 from framework.errors import PlanError, UsageError
 from framework.guide import setting_docs
 from framework.objects import locate
@@ -132,6 +133,12 @@ def test_all_complaints_come_together():
         "foo", "trainer.max_stepz", "pp", "seed", "name", "data.path", "model.width", "model.widht", "strategy.size",
         "logger.csv.fil",
     ]), "each once; what follows from a refused choice isn't repeated"  # fmt: skip
+
+
+def test_a_run_of_unsaid_length_ends():
+    assert plan().trainer["max_steps"] == DEFAULT_STEPS
+    assert plan("trainer.max_epochs=2").trainer["max_steps"] == -1
+    assert plan("trainer.max_steps=7").trainer["max_steps"] == 7
 
 
 def test_arithmetic_is_refused_with_its_numbers():

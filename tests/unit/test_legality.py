@@ -81,6 +81,14 @@ def test_ranks_that_read_different_samples_need_a_sampler():
     assert "strategy=none" in caught.value.nearest
 
 
+def test_what_the_model_cant_do_has_nearest_mixes_too():
+    with pytest.raises(PlanError) as caught:
+        compose(["+strategy=ddp", "+pp=gpipe", "model.tied=true"])
+    assert "tied" in str(caught.value)
+    assert caught.value.nearest == ("strategy=ddp pp=none",)
+    assert "Nearest mixes that work: strategy=ddp pp=none" in str(caught.value)
+
+
 def test_suggested_mixes_are_legal_themselves():
     """Every suggestion, typed as it is, composes."""
     asked = ["+strategy=ddp", "sampler=none", "+pp=gpipe"]
