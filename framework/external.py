@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from framework import preemption, process_groups, worker
+from framework.agreement import gather
 from framework.errors import UsageError
 from framework.failures import write_error_file
 from framework.launch import Attempt, Outcome
@@ -62,21 +63,18 @@ class ExternalLauncher:
         """Make the process group from torchrun's environment and return the plan of rank 0.
 
         Raises:
-            UsageError: this rank composed another plan.
+            UsageError: on all ranks, if one composed another plan.
         """
         limit = timedelta(seconds=plan.timeout_s)
         process_groups.use_timeout(limit)
         dist.init_process_group(process_groups.backend_for(plan.accelerator), timeout=limit)
-        shared: list[dict[str, Any]] = [plan.to_dict()]
-        dist.broadcast_object_list(shared, src=0)
-        first = RunPlan.from_dict(shared[0])
-        own = replace(plan, **{name: getattr(first, name) for name in OWN})
-        if own != first:
-            named = ", ".join(_differences(own.to_dict(), first.to_dict()))
-            raise UsageError(
-                f"Rank {self.outside.rank} was given other settings than rank 0 ({named}); start all ranks with one "
-                "command line."
-            )
+        first, *others = (RunPlan.from_dict(values) for values in gather(plan.to_dict()))
+        for rank, other in enumerate(others, start=1):
+            if replace(other, **{name: getattr(first, name) for name in OWN}) != first:
+                named = ", ".join(_differences(other.to_dict(), first.to_dict()))
+                raise UsageError(
+                    f"Rank {rank} was given other settings than rank 0 ({named}); start all with one command line."
+                )
         return replace(first, env=plan.env)
 
 
@@ -91,7 +89,7 @@ def _advise() -> None:
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    return [f"{key}: {one[key]!r} and {other[key]!r}" for key in one if one[key] != other[key]]
+    return [f"{key}: {one[key]!r} and {other[key]!r}" for key in one if key not in OWN and one[key] != other[key]]
 
 
 def _tell_torchrun(error: BaseException) -> None:

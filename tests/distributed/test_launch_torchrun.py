@@ -61,3 +61,15 @@ def test_a_restart_by_torchrun_goes_on_from_the_newest_checkpoint(tmp_path: Path
         assert [entry["step"] for entry in launched.steps(0) if entry["attempt"] == 1] == [5, 6]
         assert launched.output().count("Restart 1 begins from") == 1
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in launched.output(), "it is set, so nothing is to be said"
+
+
+def test_ranks_with_different_settings_are_refused_together(tmp_path: Path) -> None:
+    """Hosts whose command lines differ: every rank says which setting; nobody is left waiting."""
+    plan = plan_of(tmp_path)
+    (tmp_path / "plan.json.rank_1").write_text(json.dumps(plan.with_(seed=5).to_dict()))
+    with Launched(plan, "rank_entries:meet", prefix=torchrun(2)) as launched:
+        assert launched.wait(START_UP_S) == 1
+        told = "Rank 1 was given other settings than rank 0 (seed: 5 and 0)"
+        assert launched.output().count(told) >= 1
+        assert "Connection closed" not in launched.output()
+        launched.no_leftovers()
