@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from framework import Problem, RunPlan, hookimpl
-from framework_plugins.optimizer.schedule import Scheduled, both_at_once, fused, groups
+from framework_plugins.optimizer.schedule import Scheduled, alike, both_at_once, groups
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -52,7 +52,7 @@ class AdamW(Scheduled):
         import torch
 
         chosen = groups(module, self.weight_decay)
-        one_kernel = fused(chosen)
+        one_kernel = alike(chosen)
         optimizer = torch.optim.AdamW(
             chosen,
             lr=self.lr,

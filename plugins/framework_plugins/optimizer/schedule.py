@@ -120,10 +120,10 @@ def groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def fused(parameter_groups: Sequence[dict[str, Any]]) -> bool:
-    """Return whether one kernel can step all parameters: all are plain, or DTensors of one mesh.
+def alike(parameter_groups: Sequence[dict[str, Any]]) -> bool:
+    """Return whether one kernel can step all parameters: all are plain, or DTensors of one mesh, on CPU or CUDA.
 
-    The fused kernels (and the foreach ones) take no mix of those. They exist for CPU and CUDA.
+    Neither the fused kernels nor the foreach ones take a mix of those, as FSDP or pipelines over TP leave it.
     """
     from torch.distributed.tensor import DTensor
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from framework import Problem, RunPlan, hookimpl
-from framework_plugins.optimizer.schedule import Scheduled, both_at_once, fused, groups
+from framework_plugins.optimizer.schedule import Scheduled, alike, both_at_once, groups
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -45,13 +45,11 @@ class SGD(Scheduled):
         import torch
 
         chosen = groups(module, self.weight_decay)
-        one_kernel = fused(chosen)
         optimizer = torch.optim.SGD(
             chosen,
             lr=self.lr,
             momentum=self.momentum,
             nesterov=self.nesterov,
-            fused=one_kernel,
-            foreach=None if one_kernel else False,
+            foreach=alike(chosen),  # not fused: DTensor has no rule for that kernel
         )
         return self.scheduled(optimizer, plan)
