@@ -39,7 +39,12 @@ class Evaluation:
         """Number of the running batch and of its loader; set before each step, since step methods may not take them."""
 
     def step(
-        self, run: Callable[[str, Any], Sequence[Piece]], method: str, loaders: Loaders | None, *args: Any, **kwargs: Any
+        self,
+        run: Callable[..., Sequence[Piece]],
+        method: str,
+        loaders: Loaders | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run one batch; a filler batch (another rank still had samples) runs for its collectives but doesn't count."""
         batch_index, loader_index = self.at
@@ -48,7 +53,8 @@ class Evaluation:
         for output, entries, batch in pieces:
             if real and self.contributes:
                 _, weight, _ = read_output(output if isinstance(output, Mapping) else None, batch)
-                self.totals.add({self._name(name, entry, loader_index): entry for name, entry in entries.items()}, weight)
+                named = {self._name(name, entry, loader_index): entry for name, entry in entries.items()}
+                self.totals.add(named, weight)
         outputs = [output for output, _, _ in pieces]
         return outputs[0] if len(outputs) == 1 else outputs or None
 
@@ -70,6 +76,6 @@ class Evaluation:
             if dist.is_initialized():
                 dist.all_reduce(payload)
             for name, value, weight, options in layout.unpack(payload, self.totals):
-                kept = {key: options[key] for key in ("prog_bar", "logger", "reduce_fx") if key in options}
+                kept = {key: value for key, value in options.items() if key in ("prog_bar", "logger", "reduce_fx")}
                 self.recorder.replay(name, value, kept, float(weight))
         self.totals.clear()

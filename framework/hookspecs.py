@@ -82,7 +82,7 @@ class PlanSpecs:
 
     @hookspec
     def mesh_axes(self) -> Mapping[str, int | None]:
-        """Axes that the option uses: name -> size. None = as large as `devices` leaves it (2 with `devices=auto` on CPU)."""
+        """Axes that the option uses: name -> size. None = what `devices` leaves (2 with `devices=auto` on CPU)."""
         raise AssertionError("a specification")
 
     @hookspec
@@ -201,14 +201,14 @@ class ModelSpecs:
 
     @hookspec(firstresult=True)
     def make_schedule(self, parts: Any, mesh: Any, plan: RunPlan) -> Any:
-        """Return a `framework.pipeline.Pipeline` that runs a batch through all stages; None = plain forward, backward."""
+        """Return a `framework.pipeline.Pipeline`, which runs a batch through all stages; None = no pipeline."""
 
     @hookspec(firstresult=True)
     def make_optimizer(self, module: Any, plan: RunPlan) -> Any:
         """Return what `configure_optimizers` may return, over the parameters of this rank; None = the module's own."""
 
     @hookspec(firstresult=True)
-    def make_sampler(  # noqa: PLR0917
+    def make_sampler(
         self,
         dataset: Any,
         plan: RunPlan,

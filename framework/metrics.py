@@ -42,7 +42,8 @@ def reduction_name(reduce_fx: Any, name: str) -> str:
     found = {"avg": "mean", "amin": "min", "amax": "max"}.get(found.lower(), found.lower())
     if found not in REDUCTIONS:
         raise UsageError(
-            f"self.log({name!r}, reduce_fx={reduce_fx}) can't be reduced over ranks; use one of {', '.join(REDUCTIONS)}."
+            f"self.log({name!r}, reduce_fx={reduce_fx}) can't be reduced over ranks; "
+            f"use one of {', '.join(REDUCTIONS)}."
         )
     return found
 
@@ -92,7 +93,8 @@ class Recorder:
         for key in ("sync_dist", "sync_dist_group", "enable_graph", "metric_attribute", "rank_zero_only"):
             kwargs.pop(key, None)  # replayed values are global already
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-        self._entries[name] = Entry(tensor.reshape(()).double(), reduction, batch_size, kwargs | {"reduce_fx": reduction})
+        options = kwargs | {"reduce_fx": reduction}
+        self._entries[name] = Entry(tensor.reshape(()).double(), reduction, batch_size, options)
 
 
 class Totals:
@@ -149,7 +151,12 @@ class Layout:
             have = [rank for rank, names in holders if name in names]
             if have and len(have) < len(holders) and (not dist.is_initialized() or dist.get_rank() == 0):
                 missing = sorted({rank for rank, _ in holders} - set(have))
-                log.warning("self.log(%r) was called on ranks %s but not on %s; it is the mean of the former", name, have, missing)
+                log.warning(
+                    "self.log(%r) was called on ranks %s but not on %s; it is the mean of the former",
+                    name,
+                    have,
+                    missing,
+                )
 
     def pack(self, totals: Totals, device: torch.device) -> list[Tensor]:
         """Return two scalars a name: weighted sum and weight; 0 for a name that this rank didn't log."""
@@ -160,7 +167,9 @@ class Layout:
             packed += [value.to(device), torch.as_tensor(weight, dtype=torch.float64, device=device)]
         return packed
 
-    def unpack(self, payload: Tensor, totals: Totals) -> Generator[tuple[str, Tensor, Tensor, dict[str, Any]], None, None]:
+    def unpack(
+        self, payload: Tensor, totals: Totals
+    ) -> Generator[tuple[str, Tensor, Tensor, dict[str, Any]], None, None]:
         """Yield name, global value, global weight and options from the reduced payload (`2 * len(options)` scalars)."""
         for index, (name, (reduction, options)) in enumerate(self.options.items()):
             value, weight = payload[2 * index], payload[2 * index + 1]

@@ -138,11 +138,14 @@ class Pipeline:
                     output = self.root.training_step(micros[index], *rest, **kwargs)
                 loss, weight, weighted = read_output(output, micros[index])
                 if loss is None:
-                    raise UsageError("training_step returned None, which a pipeline can't skip; return a loss, or type pp=none.")
+                    raise UsageError(
+                        "training_step returned None, which a pipeline can't skip; return a loss, or type pp=none."
+                    )
                 results[index] = _Result(loss.detach(), weight, weighted, entries)
                 unit = reference if weighted else float(self.plan.batch.micro_batch_size)
                 pieces = count * self.plan.batch.accumulation
-                self._factors[index] = lambda value: precision.scale_loss(value * torch.as_tensor(weight / unit / pieces).to(value))
+                factor = torch.as_tensor(weight / unit / pieces)
+                self._factors[index] = lambda value: precision.scale_loss(value * factor.to(value))
                 if float(weight) == 0.0:
                     guards.enter_context(torch_private.zero_leaf_gradients(loss))
                 return loss
@@ -154,7 +157,7 @@ class Pipeline:
         return self._close(window, results, reference)
 
     def _reference(self, window: Window, micro: Any) -> float:
-        """Weight of a micro-batch that counts as 1 if the module returns weights: as many as its first tensor has elements.
+        """Weight of a micro-batch that counts as 1 if the module returns weights: the size of its first tensor.
 
         Only its order of magnitude matters (the window corrects it exactly), but it must be the same on all ranks.
         """

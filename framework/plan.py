@@ -171,8 +171,8 @@ class RunPlan:
 class Requirements:
     """What an option needs, gives and excludes, as words; data from which legal mixes are computed.
 
-    The words a chosen option `fsdp` of slot `strategy` always gives are `strategy` and `strategy=fsdp`. Others are free:
-    `tied_weights`, `meta_init`, `bf16`. `needs` must all be given by some chosen option; `excludes` by none.
+    The words that a chosen option `fsdp` of slot `strategy` always gives are `strategy` and `strategy=fsdp`. Others are
+    free: `tied_weights`, `meta_init`, `bf16`. `needs` must all be given by some chosen option; `excludes` by none.
     `why` maps a needed or excluded word to the reason shown to the user.
     """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -196,7 +197,8 @@ class Precision(LightningPrecision):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):
             # it evaluates the closure several times, which leaves no moment for skipping
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
+            lbfgs: Any = optimizer
+            return lbfgs.step(closure=partial(self._wrap_closure, model, lbfgs, closure), **kwargs)
         result = closure()
         drop = self.drop_step()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

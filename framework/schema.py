@@ -1,4 +1,4 @@
-"""`RunConfig`: the settings tree, one slot a concern. Hydra composes into it; `compose.py` turns it into a `RunPlan`."""
+"""`RunConfig`: the settings tree, one slot a concern. Hydra composes into it; `compose.py` makes a `RunPlan` of it."""
 
 from __future__ import annotations
 

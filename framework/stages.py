@@ -2,15 +2,15 @@
 
 A stage runs the user's own step method on every rank, with the modules of other stages replaced:
 
-* blocks after the stage's own: the first of them ends the call (`_Cut`), what the stage's last block returned is sent on;
+* blocks after the stage's own: the first of them ends the call (`_Cut`), and what the last own block returned goes on;
 * blocks before them run once on the meta device, to learn what they return; the one just before the stage's first block
-  returns what was received instead (`_Enter`). Everything before it costs next to nothing: its parameters lie on the meta
-  device, and any operation that touches one yields a meta tensor (`_MetaPrefix`);
+  returns what was received instead (`_Entry`). Everything before it costs next to nothing: its parameters lie on the
+  meta device, and any operation that touches one yields a meta tensor (`_MetaPrefix`);
 * the last stage runs on to the end and returns what the step method returns.
 
 So the module needs no edit and keeps its parameter names. Which modules belong to the first and the last stage follows
-from the order of registration: what is registered before the list of blocks belongs to the first stage, what comes after
-to the last; parameters that hang directly on a parent of the list belong to the first stage.
+from the order of registration: what is registered before the list of blocks belongs to the first stage, what comes
+after to the last; parameters that hang directly on a parent of the list belong to the first stage.
 
 Several stages of one rank share the user's module: each has a `_View`, the dicts of sub-modules and parameters that
 are swapped in while it runs. Outside of a stage the module holds the union of what this rank owns.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from framework.errors import RunFailedError
 from framework.parts import ModelPart, find_blocks
 
 
-class _Cut(Exception):  # noqa: N818 - control flow, not an error
+class _Cut(Exception):
     """Raised by the first block of the next stage: this stage is done."""
 
 
@@ -64,7 +64,7 @@ class Absent(nn.Module):
 
 
 class _Passed(nn.Module):
-    """An earlier stage's block: runs on the meta device the first time for given shapes, then returns what it returned."""
+    """An earlier stage's block: runs on the meta device once for given shapes, then returns what it returned."""
 
     def __init__(self, block: nn.Module, enter: _Entry | None) -> None:
         super().__init__()
@@ -87,27 +87,19 @@ class _Entry:
 
     def __init__(self) -> None:
         self.received: Sequence[Tensor] = ()
-        self._mode: _MetaPrefix | None = None
+        self._prefix = ExitStack()
 
     @contextmanager
     def prefix(self, received: Sequence[Tensor]) -> Iterator[None]:
         """Run the part before the stage's own blocks on the meta device until `replace` is called."""
         self.received = received
-        self._mode = _MetaPrefix()
-        self._mode.__enter__()
-        try:
+        with self._prefix:
+            self._prefix.enter_context(_MetaPrefix())
             yield
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._mode is not None:
-            mode, self._mode = self._mode, None
-            mode.__exit__(None, None, None)
 
     def replace(self, returned: Any) -> Any:
         """Put the received tensors in the place of the tensors of `returned`, in order."""
-        self._leave()
+        self._prefix.close()
         arrived = iter(self.received)
         return tree_map(lambda leaf: next(arrived) if isinstance(leaf, Tensor) else leaf, returned)
 
@@ -126,7 +118,7 @@ class _View(AbstractContextManager[None]):
     def __init__(self, dicts: Sequence[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
         self._dicts = dicts
         self._depth = 0
-        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of the parents, while swapped
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -135,11 +127,11 @@ class _View(AbstractContextManager[None]):
             for parent, modules, parameters in self._dicts:
                 parent.__dict__["_modules"], parent.__dict__["_parameters"] = modules, parameters
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            for (parent, _, _), (modules, parameters) in zip(self._dicts, self._saved, strict=True):
-                parent.__dict__["_modules"], parent.__dict__["_parameters"] = modules, parameters
+            for (parent, _, _), (own_modules, own_parameters) in zip(self._dicts, self._saved, strict=True):
+                parent.__dict__["_modules"], parent.__dict__["_parameters"] = own_modules, own_parameters
 
 
 class Stage(nn.Module):
@@ -326,7 +318,9 @@ def cut(root: LightningModule, path: str, ranges: Sequence[range], mine: Sequenc
             ModelPart(
                 root=root,
                 module=module,
-                blocks={f"{path}.{keys[position]}": blocks[position] for position in ranges[stage]},  # type: ignore[misc]
+                blocks={
+                    f"{path}.{keys[at]}": block for at, block in enumerate(blocks) if at in ranges[stage] and block
+                },
                 owned=owned,
                 foreign=foreign,
                 index=stage,

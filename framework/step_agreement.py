@@ -3,8 +3,8 @@
 Each `training_step` ends with one all-reduce of a few float64 numbers over the world: how many ranks met a loss that
 isn't finite, how many were asked to stop, the weighted loss and its weight, and (at the last micro-step of an
 optimizer step) the metrics logged since. From it every rank draws the same conclusion at the same step, so nobody waits
-in a collective that others skip (P35, P37, P40), and the gradients are divided by the true number of tokens of the whole
-optimizer step (P07, P08).
+in a collective that others skip (P35, P37, P40), and the gradients are divided by the true number of tokens of the
+whole optimizer step (P07, P08).
 """
 
 from __future__ import annotations

@@ -228,8 +228,7 @@ class MeshStrategy(ParallelStrategy):
     def _run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a step method of the module so that hooks of its data-parallel wrap fire."""
         module = self._module
-        wrapped = self.model is not module or lightning_private.has_forward_hooks(module)
-        if wrapped:
+        if self.model is not None and (self.model is not module or lightning_private.has_forward_hooks(module)):
             return self._forward_redirection(self.model, module, method, *args, **kwargs)
         return getattr(module, method)(*args, **kwargs)
 
@@ -276,11 +275,12 @@ class MeshStrategy(ParallelStrategy):
         assert self.window is not None
         with ExitStack() as stack:
             stack.enter_context(self.window.accumulating())
-            if isinstance(self.model, DistributedDataParallel):
-                stack.enter_context(self.model.no_sync())
-            elif self.pipeline is None and hasattr(self.model, "set_requires_gradient_sync"):
-                self.model.set_requires_gradient_sync(False)
-                stack.callback(self.model.set_requires_gradient_sync, True)
+            model: Any = self.model
+            if isinstance(model, DistributedDataParallel):
+                stack.enter_context(model.no_sync())
+            elif self.pipeline is None and isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(False)
+                stack.callback(model.set_requires_gradient_sync, True)
             yield
 
     def _clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:

@@ -28,15 +28,10 @@ class MeshCallback(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log how many optimizer steps were skipped so far, once there is any."""
+        """Log how many steps were skipped, once there is any; end with a validation, wherever in an epoch that is."""
         precision = trainer.precision_plugin
         if isinstance(precision, Precision) and precision.skipped_steps:
             pl_module.log("skipped_steps", float(precision.skipped_steps))
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """End with a validation also where the last step isn't the last of an epoch."""
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # upon which Lightning validates, and stops as it would anyway
 

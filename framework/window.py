@@ -1,12 +1,12 @@
 """`Window`: one optimizer step, from its first micro-step to its division by the true number of tokens.
 
-With w_i the weight (valid tokens, or samples) and l_i the mean loss of micro-batch i, the gradient of an optimizer step is
+With w_i the weight (valid tokens, or samples) and l_i the mean loss of micro-batch i, an optimizer step's gradient is
 
     grad(sum_i w_i l_i) / sum_i w_i        over all data ranks, accumulation steps and micro-batches of the step.
 
 Its denominator is known only at the end. So each micro-batch is weighed against a fixed reference weight, gradients
-are averaged as if all weights were equal to it, and one factor at the end corrects the difference; for equal weights and
-full windows the factor is exactly 1 and nothing is multiplied.
+are averaged as if all weights were equal to it, and one factor at the end corrects the difference; for equal weights
+and full windows the factor is exactly 1 and nothing is multiplied.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def has_forward_hooks(module: torch.nn.Module) -> bool:
 
 def set_rank_zero(rank: int) -> None:
     """Tell Lightning's `rank_zero_only` functions which rank this is; strategies are expected to."""
-    rank_zero_only.rank = fabric_rank_zero_only.rank = rank
+    for function in (rank_zero_only, fabric_rank_zero_only):
+        setattr(function, "rank", rank)  # noqa: B010 - an attribute that its type doesn't know
 
 
 def init_process_group(environment: ClusterEnvironment, backend: str, timeout_s: float) -> None:
@@ -49,7 +50,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
 
         module: LightningModule = trainer.lightning_module
         state = full_state_dict(module)  # collective
-        module.state_dict = lambda: state  # type: ignore[method-assign, assignment, misc]
+        module.state_dict = lambda: state  # type: ignore[method-assign, assignment]
         trainer.strategy.checkpoint_io = _TorchFile()
         return super()._collect_rank_zero_results(trainer, results)
 

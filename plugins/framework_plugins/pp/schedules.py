@@ -127,7 +127,8 @@ class Schedule:
             problems.append(
                 Problem(
                     f"pp={self.schedule}",
-                    f"{path} has {len(keys)} blocks for {stages} stages ({plan.mesh.pp} ranks x {self.stages_per_rank})",
+                    f"{path} has {len(keys)} blocks for {stages} stages "
+                    f"({plan.mesh.pp} ranks x {self.stages_per_rank})",
                     f"pp.size={max(1, len(keys) // self.stages_per_rank)} or a deeper model",
                 )
             )
@@ -195,7 +196,7 @@ class Schedule:
     def make_schedule(self, parts: list[ModelPart], mesh: Mesh, plan: RunPlan) -> Pipeline | None:
         """Bind the stages to torch's schedule."""
         import torch
-        import torch.distributed.pipelining as pipelining
+        from torch.distributed import pipelining
         from torch.distributed.pipelining import schedules
 
         from framework.pipeline import Pipeline

@@ -1,7 +1,7 @@
-"""`strategy=ddp`: one copy of the model a rank, gradients averaged by all-reduce (Li et al., PyTorch Distributed, 2020).
+"""`strategy=ddp`: one copy of the model a rank, gradients averaged by all-reduce (Li et al., 2020).
 
-Standing alone it is torch's DistributedDataParallel. Its wrapper doesn't compose with tensor or pipeline parallelism, so
-there the composable `replicate` does the same; settings that only the wrapper has are then refused, not ignored.
+Standing alone it is torch's DistributedDataParallel. Its wrapper doesn't compose with tensor or pipeline parallelism,
+so there the composable `replicate` does the same; settings that only the wrapper has are then refused, not ignored.
 """
 
 from __future__ import annotations
