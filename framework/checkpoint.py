@@ -1,7 +1,7 @@
 """Checkpoints between Lightning and the store: what is saved, under which names, and how another mix gets it back.
 
 Names in a checkpoint: `model.<name>`, `optimizer.<number>.<parameter>.<key>`, `meta.<keys>` (tensors inside other
-state) and `rank.<rank>.<name>` (what each rank has for itself, random streams above all).
+state) and `rank.<rank>.<name>` (what callbacks keep for each rank).
 """
 
 from __future__ import annotations

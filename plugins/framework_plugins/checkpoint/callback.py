@@ -6,24 +6,20 @@ would lose: the newest `keep`, the best `save_top_k` by the monitored metric, an
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from torch import Tensor
 
 from framework import checkpoint_files as files
 from framework.adapters import lightning_private
 from framework.agreement import ranks, together
-from framework.checkpoint import RANK_STATE, schedule_changes
+from framework.checkpoint import schedule_changes
 from framework.checkpoint_files import CheckpointError, Mark
+from framework.encoding import encode
 from framework.errors import UsageError
 from framework_plugins.checkpoint.dcp import DCP
 
@@ -55,7 +51,6 @@ class Checkpoints(Checkpoint):
         self._at_last_batch = False
         self._due = False
         self._measured: float | None = None
-        self._streams: dict[str, Tensor] = {}
 
     @property
     def _on(self) -> bool:
@@ -76,12 +71,6 @@ class Checkpoints(Checkpoint):
         """Take the step that the run starts at as saved, if perhaps in another run's folder."""
         self._saved_step = trainer.global_step
         self._here = trainer.strategy.broadcast((self.folder / files.step_name(trainer.global_step)).is_dir())
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Put the random streams back, as late as possible: making the loaders' iterators draws from them."""
-        if self._streams:
-            set_streams(self._streams)
-            self._streams = {}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -194,61 +183,16 @@ class Checkpoints(Checkpoint):
     # -- what goes along -------------------------------------------------------------------------------------------
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse hyper-parameters that no checkpoint can hold now, and not at the first save."""
-        from framework.encoding import encode
-
         for owner in (pl_module, getattr(trainer, "datamodule", None)):
             if owner is not None and self._on:
                 encode(dict(owner.hparams), {}, "meta.hyper_parameters")
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add this rank's random streams."""
-        checkpoint.setdefault(RANK_STATE, {}).update({f"random.{name}": value for name, value in streams().items()})
-
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep this rank's random streams for the first step; say how a changed schedule was resolved."""
-        own = checkpoint.get(RANK_STATE, {})
-        self._streams = {name.removeprefix("random."): own[name] for name in own if name.startswith("random.")}
+        """Say how a changed schedule was resolved: the restore that follows takes the checkpoint's."""
         if ranks()[0] != 0:
             return
-        if not self._streams:
-            log.info("Random streams start anew from the seed: the checkpoint was saved under another mesh.")
         saved = checkpoint.get("lr_schedulers", [])
         for number, (config, state) in enumerate(zip(trainer.lr_scheduler_configs, saved, strict=False)):
             now = config.scheduler.state_dict()
             for change in schedule_changes(state, now, f"{type(config.scheduler).__name__} {number}"):
                 log.warning("The resumed schedule keeps its saved setting: %s", change)
-
-
-def streams() -> dict[str, Tensor]:
-    """Return the state of this process's random generators (torch CPU and CUDA, Python, NumPy) as uint8 tensors."""
-    kind, keys, *rest = np.random.get_state()
-    result = {
-        "torch": torch.get_rng_state(),
-        "python": _pack(random.getstate()),
-        "numpy": _pack([kind, np.asarray(keys).tolist(), *rest]),
-    }
-    if torch.cuda.is_available():
-        result["cuda"] = torch.cuda.get_rng_state()
-    return result
-
-
-def set_streams(state: dict[str, Tensor]) -> None:
-    """Inverse of `streams`; generators that `state` doesn't name are left alone."""
-    if "torch" in state:
-        torch.set_rng_state(state["torch"])
-    if "python" in state:
-        version, internal, gauss = _unpack(state["python"])
-        random.setstate((version, tuple(internal), gauss))
-    if "numpy" in state:
-        kind, keys, *rest = _unpack(state["numpy"])
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _pack(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _unpack(tensor: Tensor) -> Any:
-    return json.loads(bytes(tensor.tolist()))
