@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
 from pluggy import PluginManager
 
 from framework import objects, preemption
@@ -83,7 +84,7 @@ class Trainer(pl.Trainer):
         check_settings(plan)
         quiet()
         hook = manager_for(plan).hook
-        strategy = MeshStrategy(plan, spawn=spawn)
+        strategy: Strategy = hook.make_strategy(plan=plan) or MeshStrategy(plan, spawn=spawn)
         strategy.precision_plugin = hook.make_precision(plan=plan)
         settings = {key: value for key, value in plan.trainer.items() if value is not None}
         settings["accumulate_grad_batches"] = plan.batch.accumulation
@@ -91,7 +92,8 @@ class Trainer(pl.Trainer):
             settings["gradient_clip_algorithm"] = "norm"  # Lightning knows two; `MeshStrategy` reads the plan's own
         if settings.get("gradient_clip_val") is None:
             settings.pop("gradient_clip_algorithm", None)
-        made_callbacks: list[Callback] = [MeshCallback(), *watch(plan)]
+        made_callbacks: list[Callback] = [MeshCallback()] if isinstance(strategy, MeshStrategy) else []
+        made_callbacks += watch(plan)
         for more in hook.make_callbacks(plan=plan):
             made_callbacks += more
         made_callbacks += [objects.build(spec) for spec in (plan.components.get("callbacks") or {}).values()]
