@@ -116,7 +116,8 @@ def commit(temporary: Path, final: Path, step: int, world_size: int) -> None:
         remove(final)
     temporary.rename(final)
     sync_folder(final.parent)
-    for leftover in final.parent.iterdir():  # of saves and removals that a crash interrupted; now nothing depends on them
+    # What a crash left of saves and removals: nothing depends on it any more.
+    for leftover in final.parent.iterdir():
         if _LEFTOVER.fullmatch(leftover.name):
             shutil.rmtree(leftover)
 
