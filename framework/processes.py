@@ -124,8 +124,9 @@ class _Rank:
 
     def kill_group(self) -> None:
         """Kill the rank and whatever it has started."""
+        assert self.process.pid  # 0 would be the launcher's own group
         try:
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             self.signal(signal.SIGKILL)  # it may not have come so far as to lead a group
 

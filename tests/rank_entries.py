@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -170,7 +171,7 @@ def steps(plan: RunPlan, rank: int, manager: Any) -> dict[str, Any]:
     """Count to `facts.steps`, one all-reduce each, the way a Trainer would: agree on stopping, save, go on from a file.
 
     Other facts: `every` (steps between saves), `kill_at` (list of [attempt, rank, step]), `save_s` (seconds a save
-    takes), `step_s`, `arm`, `loader` (start DataLoader workers).
+    takes), `step_s`, `arm`, `loader` (start DataLoader workers), `child` (start a program).
     """
     facts = plan.facts
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -179,6 +180,8 @@ def steps(plan: RunPlan, rank: int, manager: Any) -> dict[str, Any]:
     if facts.get("loader"):
         batches = iter(DataLoader(torch.arange(1000), num_workers=2))
         next(batches)
+    if facts.get("child"):
+        subprocess.Popen(["sleep", "1000"])
     if facts.get("arm", True):
         preemption.arm()
     seen = []

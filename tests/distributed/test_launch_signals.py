@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from launching import Launched, bare_plan, wait_until
 
@@ -96,11 +97,14 @@ def test_kill_9_of_what_started_them_takes_the_ranks_along(tmp_path: Path, whom:
         launched.no_leftovers()
 
 
-def test_kill_9_of_a_rank_takes_its_loader_workers_along(tmp_path: Path) -> None:
-    """And names the rank and the signal."""
-    with running(tmp_path, {"loader": True}) as launched:
+def test_kill_9_of_a_rank_takes_its_children_along(tmp_path: Path) -> None:
+    """DataLoader workers, and a program that a rank has started and that would never end; rank and signal are named."""
+    with running(tmp_path, {"loader": True, "child": True}) as launched:
+        children = {child.pid for child in psutil.Process(launched.pid(1)).children()}
+        assert len(children) == 3
         os.kill(launched.pid(1), signal.SIGKILL)
         assert launched.wait(15) == 1
+        assert not children & set(launched.tagged())
         assert "Rank 1 was killed by signal 9 (SIGKILL)" in launched.output()
         launched.no_leftovers()
 
