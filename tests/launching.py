@@ -14,6 +14,7 @@ from typing import Any
 
 from plans import option
 
+from framework.launch import launch
 from framework.plan import MeshSpec, RunPlan
 
 HERE = Path(__file__).parent
@@ -30,6 +31,11 @@ def bare_plan(run_dir: Path, ranks: int = 2, components: Mapping[str, Any] | Non
         components={"launcher": option("launcher", "local"), **(components or {})},
         **fields,
     )
+
+
+def warm_up(folder: Path) -> None:
+    """Have the fork server ready: its imports are no part of what a test measures."""
+    assert launch(bare_plan(folder, 1), "rank_entries:meet").status == "finished"
 
 
 class Launched:

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Launched, bare_plan
+from launching import Launched, bare_plan, warm_up
 from plans import option
 
 from framework import processes
 from framework.errors import PlanError
-from framework.launch import launch, prewarm
+from framework.launch import launch
 from framework.rank_env import stale_variables
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _warm() -> None:
-    prewarm()
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    warm_up(tmp_path_factory.mktemp("warm"))
 
 
 def test_every_rank_gets_the_plan_and_meets_the_others(tmp_path: Path) -> None:

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from launching import bare_plan
+from launching import bare_plan, warm_up
 
 from framework import process_groups
 from framework.errors import RunFailedError
-from framework.launch import launch, prewarm
+from framework.launch import launch
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _warm() -> None:
-    prewarm()
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    warm_up(tmp_path_factory.mktemp("warm"))
 
 
 def test_every_group_has_the_plans_time_limit(tmp_path: Path) -> None:

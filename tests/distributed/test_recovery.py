@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import bare_plan
+from launching import bare_plan, warm_up
 from plans import option
 
 from framework.errors import UsageError
-from framework.launch import RunResult, launch, prewarm
+from framework.launch import RunResult, launch
 from framework.plan import RunPlan
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _warm() -> None:
-    prewarm()
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    warm_up(tmp_path_factory.mktemp("warm"))
 
 
 def plan_of(tmp_path: Path, facts: dict[str, Any], max_restarts: int = 3, **fields: Any) -> RunPlan:
