@@ -64,7 +64,7 @@ class SaveAndStop(Callback):
                 dist.all_reduce(least, dist.ReduceOp.MIN)
             self._ask_in_validation = bool(most == least)
 
-    def on_validation_batch_end(  # noqa: PLR0917 - Lightning's signature
+    def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:  # fmt: skip

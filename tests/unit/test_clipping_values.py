@@ -70,9 +70,7 @@ def test_no_parameters_is_zero() -> None:
 
 def test_mistakes_name_the_setting() -> None:
     model = model_with_gradients()
-    with pytest.raises(
-        ValueError, match="=median is unknown: type one of norm, inf_norm, value"
-    ):
+    with pytest.raises(ValueError, match="=median is unknown: type one of norm, inf_norm, value"):
         clip_(model.parameters(), None, 1.0, algorithm="median")
     with pytest.raises(ValueError, match=r"gradient_clip_val=-1\.0"):
         clip_(model.parameters(), None, -1.0)
