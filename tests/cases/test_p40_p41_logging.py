@@ -88,6 +88,6 @@ def test_p41_one_step_axis_over_accumulation_and_resume(pool, tmp_path, ranks):
     where = str(tmp_path / "after2")
     pool.run(fit, ranks, plan(2), partial(Scalar), data, save_to=where, process_group=False)
     pool.run(fit, ranks, plan(3), partial(Scalar), data, ckpt_path=where, process_group=False)
-    rows = [row for row in csv.DictReader((tmp_path / "metrics.csv").open()) if row["train_loss"]]
+    rows = [row for row in csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()) if row["train_loss"]]
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [int(row["samples"]) for row in rows] == [4 * ranks * step for step in range(1, 7)]

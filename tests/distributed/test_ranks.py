@@ -120,7 +120,7 @@ def test_processes_die_with_the_tests_own_process():
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 2
     process.kill()
-    process.wait()
+    process.communicate()
     end = time.monotonic() + 10
     while (alive := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < end:
         time.sleep(0.1)
