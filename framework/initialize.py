@@ -12,7 +12,7 @@ A module without `init_weights` is built with its weights on every rank, from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -232,7 +232,7 @@ def _region(whole: Tensor, view: Tensor) -> Tensor | None:
 
 # -- replaying ---------------------------------------------------------------------------------------------------------
 def materialize(
-    module: nn.Module, device: torch.device, seed: int, origin: Origin, wrapped: Iterable[nn.Module] = ()
+    module: nn.Module, device: torch.device, seed: int, origin: Origin, parameters_on: torch.device | None = None
 ) -> None:
     """Give every parameter and buffer on the meta device memory and its initial values, in place.
 
@@ -240,10 +240,10 @@ def materialize(
 
     Args:
         module: the user's module; its parameters are plain tensors or DTensors of any layout.
-        device: where the values are to be.
+        device: where the run computes; what has memory already is moved there too.
         seed: of the run.
         origin: from before the surgery.
-        wrapped: modules outside `module` that hold its parameters too (a pipeline stage that FSDP shards as a whole).
+        parameters_on: where the new parameters live; None = `device`. With offloading that is the host.
     """
     made: dict[str, nn.Parameter] = {}
     with torch.no_grad():
@@ -252,19 +252,22 @@ def materialize(
             if parameter is not None and parameter.is_meta:
                 first = origin.first(name)
                 if first not in made:
-                    made[first] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                    fill(made[first], origin.steps[first], counter.derive("weights", seed, first))
+                    # a new object: FSDP takes note of it when it first runs
+                    empty = torch.empty_like(parameter, device=parameters_on or device)
+                    made[first] = nn.Parameter(empty, parameter.requires_grad)
                     made[first].__dict__.update(parameter.__dict__)  # what its author or a plugin noted on it
+                    fill(made[first], origin.steps[first], counter.derive("weights", seed, first))
                 _check_alike(first, made[first], name, parameter)
                 holder._parameters[key] = made[first]
+            elif parameter is not None and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(device)
         for name, holder, key in _named(module, "_buffers"):
             buffer = holder._buffers[key]
             if buffer is not None and buffer.is_meta:
-                filled = torch.empty_like(buffer, device=device)
-                fill(filled, origin.steps[name], counter.derive("weights", seed, name))
-                holder._buffers[key] = filled
-    for root in (module, *wrapped):
-        root.to(device)  # buffers that were real already; and FSDP takes note of the new parameters in its `_apply`
+                holder._buffers[key] = torch.empty_like(buffer, device=device)
+                fill(holder._buffers[key], origin.steps[name], counter.derive("weights", seed, name))
+            elif buffer is not None:
+                holder._buffers[key] = buffer.to(device)
 
 
 def retie(module: nn.Module, origin: Origin) -> None:

@@ -53,6 +53,7 @@ def parallelize(
         with part.view:
             hook.apply_data_parallel(part=part, mesh=mesh, plan=plan)  # last: it takes over the parameters
     if meta and shards:
-        wrapped = [part.module for part in parts]
-        initialize.materialize(module, device, plan.seed, origin, wrapped)  # each rank only its own shards
+        offloads = any("offloads_parameters" in words.gives for words in hook.requirements())
+        host = torch.device("cpu") if offloads else None
+        initialize.materialize(module, device, plan.seed, origin, host)  # each rank only its own shards
     return parts

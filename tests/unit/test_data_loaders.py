@@ -13,7 +13,14 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage
 from plans import make_plan, option
 from reading import Ids, Stream
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from framework.data import Loader, Loaders, StreamLoader
@@ -78,16 +85,16 @@ def test_shuffle_is_what_the_loader_asks_for() -> None:
 def test_a_sampler_of_the_users_own_gives_the_order_alike_on_all_ranks() -> None:
     torch.manual_seed(1)
 
-    def user() -> DataLoader[Any]:
-        return DataLoader(Ids(8), sampler=WeightedRandomSampler([1.0, 1, 0, 0, 0, 0, 0, 0], 8))
+    def read(rank: int, sampler: Any) -> list[list[int]]:
+        return ids(process(DataLoader(Ids(8), sampler=sampler), two(), rank))
 
-    one = ids(process(user(), two(), 0))
+    one = read(0, SubsetRandomSampler(range(8)))
     torch.manual_seed(2)  # ranks may have drawn different random numbers by now
-    other, again = ids(process(user(), two(), 1)), ids(process(user(), two(), 0))
+    other, again = read(1, SubsetRandomSampler(range(8))), read(0, SubsetRandomSampler(range(8)))
     assert one == again
-    drawn = {sample for batch in one + other for sample in batch}
-    assert drawn == {0, 1}
-    assert sum(len(batch) for batch in one + other) == 8
+    assert sorted(sample for batch in one + other for sample in batch) == list(range(8))
+    weighted = [read(rank, WeightedRandomSampler([1.0, 1, 0, 0, 0, 0, 0, 0], 8)) for rank in range(2)]
+    assert {sample for batches in weighted for batch in batches for sample in batch} == {0, 1}
 
 
 def test_epochs_follow_lightnings() -> None:
@@ -111,6 +118,16 @@ def test_state_is_the_same_on_all_ranks_and_counts_steps_not_fetches() -> None:
         states.append(loader.state_dict())
     assert states[0] == states[1]
     assert (states[0]["epoch"], states[0]["consumed"]) == (0, 4)
+
+
+def test_a_restored_position_holds_until_a_step_is_made() -> None:
+    trainer = FakeTrainer()
+    loader = process(DataLoader(Ids(12), shuffle=True), two(), trainer=trainer)
+    whole = ids(loader)
+    loader.load_state_dict(loader.state_dict() | {"consumed": 4, "batches": 1})
+    assert ids(loader) == ids(loader) == whole[1:]
+    trainer.global_step = 2
+    assert ids(loader) == whole, "an epoch that Lightning begins anew"
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,26 @@ def test_values_follow_from_seed_and_name() -> None:
     assert not torch.equal(twice.a.weight, twice.b.weight)  # type: ignore[union-attr, arg-type]
 
 
+def test_each_draw_on_a_parameter_has_numbers_of_its_own() -> None:
+    class Redrawn(nn.Module):
+        def __init__(self, again: bool = True) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.empty(3, 4))
+            self.again = again
+
+        def init_weights(self) -> None:
+            with torch.no_grad():
+                self.w.uniform_()
+                if self.again:
+                    self.w[1].uniform_()
+
+    once, twice = build(lambda: Redrawn(again=False)).w, build(Redrawn).w
+    assert isinstance(once, Tensor)
+    assert isinstance(twice, Tensor)
+    assert torch.equal(once[[0, 2]], twice[[0, 2]])
+    assert not (once[1] == twice[1]).any()
+
+
 def test_a_tied_parameter_stays_one() -> None:
     model = build(lambda: GPT(vocab_size=10, width=8, layers=2, heads=2, tied=True))
     assert isinstance(model, GPT)

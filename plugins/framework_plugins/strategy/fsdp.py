@@ -51,9 +51,10 @@ class FSDP:
     def requirements(self) -> Requirements:
         """Gives data parallelism and sharded parameters; needs a sampler that shards."""
         frees = {"frees_blocks"} if self.sharding == "full_shard" else set()
+        offloads = {"offloads_parameters"} if self.cpu_offload else set()
         return Requirements(
             needs=frozenset({"data_sharding"}),
-            gives=frozenset({"data_parallel", "shards_parameters", *frees}),
+            gives=frozenset({"data_parallel", "shards_parameters", *frees, *offloads}),
             why={"data_sharding": "ranks would train on the same samples"},
         )
 
