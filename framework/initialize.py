@@ -264,8 +264,9 @@ def materialize(
         for name, holder, key in _named(module, "_buffers"):
             buffer = holder._buffers[key]
             if buffer is not None and buffer.is_meta:
-                holder._buffers[key] = torch.empty_like(buffer, device=device)
-                fill(holder._buffers[key], origin.steps[name], counter.derive("weights", seed, name))
+                filled = torch.empty_like(buffer, device=device)
+                fill(filled, origin.steps[name], counter.derive("weights", seed, name))
+                holder._buffers[key] = filled
             elif buffer is not None:
                 holder._buffers[key] = buffer.to(device)
 

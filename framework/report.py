@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from framework.clock import Clock, Clocked
 from framework.curves import TRAIN_LOSS, VAL_LOSS, pick
-from framework.data import Loader
+from framework.loaders import Loader
 from framework.plan import RunPlan
 from framework.precision import local
 from framework.summary import WORKER_SUMMARY, read_summary, write_summary

@@ -23,8 +23,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from framework.data import Loader, Loaders, StreamLoader
+from framework.data import Loaders
 from framework.errors import UsageError
+from framework.loaders import Loader, StreamLoader
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
 

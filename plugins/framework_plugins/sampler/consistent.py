@@ -59,7 +59,7 @@ class Consistent:
         return []
 
     @hookimpl
-    def make_sampler(  # noqa: PLR0917 - a hook
+    def make_sampler(
         self,
         dataset: Any,
         plan: RunPlan,
