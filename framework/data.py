@@ -29,8 +29,6 @@ from framework.plan import RunPlan
 if TYPE_CHECKING:
     from pluggy import PluginManager
 
-_END = object()
-
 Order = Callable[[int], Sequence[int]]
 """Epoch -> indices of the dataset in the order in which all ranks together read them."""
 
