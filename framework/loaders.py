@@ -301,11 +301,11 @@ def _iterate(
     loader.generator = torch.Generator().manual_seed(counter.derive("workers", *key) >> 1)
     if loader.num_workers > 0:
         return make()
-    return _seeded(make(), key, first)
+    return _continued(make, counter.derive("stream", *key)) if shared else _seeded(make(), key, first)
 
 
 def _seeded(rows: Iterator[Any], key: tuple[int | str, ...], number: int) -> Generator[Any, None, None]:
-    """Yield batches that are read under random numbers of their own, in this process.
+    """Yield batches of a map-style dataset, each read under random numbers of its own, in this process.
 
     Ranks of one data rank read the same batch, whatever else each of them has drawn (dropout, say).
     """
@@ -318,16 +318,42 @@ def _seeded(rows: Iterator[Any], key: tuple[int | str, ...], number: int) -> Gen
         number += 1
 
 
+def _continued(make: Callable[[], Iterator[Any]], key: int) -> Generator[Any, None, None]:
+    """Yield batches of a stream, read under random numbers that go on from batch to batch.
+
+    A stream that shuffles itself draws in the order of its samples; where a batch ends differs from rank to rank.
+    """
+    with random_numbers(key):
+        rows = make()
+        states = _states()
+    while True:
+        with random_numbers(key):
+            _set_states(states)
+            row = next(rows, _END)
+            states = _states()
+        if row is _END:
+            return
+        yield row
+
+
+def _states() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_states(states: tuple[Any, Any, torch.Tensor]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
 @contextmanager
 def random_numbers(key: int) -> Generator[None, None, None]:
     """Seed Python's, NumPy's and torch's CPU generators inside, and put them back as they were."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = _states()
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key >> 1)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        _set_states(states)

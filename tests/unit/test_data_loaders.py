@@ -17,6 +17,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -244,6 +245,41 @@ def test_a_stream_is_shared_out_sample_by_sample_and_has_no_length() -> None:
     assert [ids(stream(8, rank, two())) for rank in range(2)] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     with pytest.raises(TypeError):
         len(stream(8, 0, two()))
+
+
+class Shuffled(IterableDataset[dict[str, torch.Tensor]]):
+    """A stream with a shuffle buffer, and one that shuffles all as soon as it is asked for an iterator."""
+
+    def __init__(self, buffered: bool) -> None:
+        self.buffered = buffered
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        if not self.buffered:
+            order = list(range(24))
+            random.shuffle(order)
+            return ({"id": torch.tensor(index)} for index in order)
+        return self._through_a_buffer()
+
+    def _through_a_buffer(self) -> Iterator[dict[str, torch.Tensor]]:
+        kept = list(range(6))
+        for index in range(6, 24):
+            at = int(torch.randint(6, ()))
+            yield {"id": torch.tensor(kept[at])}
+            kept[at] = index
+        yield from ({"id": torch.tensor(index)} for index in kept)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_stream_that_shuffles_itself_is_shuffled_alike_on_all_ranks(buffered: bool, workers: int) -> None:
+    read = []
+    for rank in range(2):
+        random.seed(rank), torch.manual_seed(rank)  # whatever the ranks have drawn before
+        trainer: Any = FakeTrainer()
+        trainer.strategy = SimpleNamespace(reduce_boolean_decision=lambda decision, all: decision)
+        read += ids(process(DataLoader(Shuffled(buffered), num_workers=workers), two(), rank, trainer))
+    samples = [sample for batch in read for sample in batch]
+    assert sorted(samples) == list(range(24))
 
 
 def test_a_stream_goes_on_under_another_mix() -> None:
