@@ -24,7 +24,7 @@ class FSDP:
 
     Attributes:
         sharding: `full_shard` frees a block's parameters after its forward and gathers them again for its backward;
-            `shard_grad_op` keeps them until the backward: one gather less, more memory. With a pipeline parameters
+            what lies outside the blocks stays. `shard_grad_op` keeps all until the backward: a gather less, more memory. With a pipeline parameters
             always stay until the last backward of a step (schedules that split the backward would lose gradients).
         replicas: number of sharded copies (hybrid sharding): gradients are also averaged over the copies.
         size: ranks that one copy is sharded over; null = what `devices` leaves.
@@ -81,8 +81,11 @@ class FSDP:
             fully_shard(
                 block_or_root,
                 mesh=mesh[axes],
-                # a pipeline runs several forwards before a backward: resharding in between drops zero-bubble gradients
-                reshard_after_forward=self.sharding == "full_shard" and part.stages == 1,
+                # A pipeline runs several forwards before a backward: resharding in between drops zero-bubble gradients.
+                # The root's own parameters stay too: a step method may use them after it called the module.
+                reshard_after_forward=(
+                    self.sharding == "full_shard" and part.stages == 1 and block_or_root is not part.module
+                ),
                 # gradients are reduced in fp32 (fp64 for fp64), whatever the weights are
                 mp_policy=MixedPrecisionPolicy(
                     reduce_dtype=torch.float32 if _lowest(part) in (torch.bfloat16, torch.float16) else None,
