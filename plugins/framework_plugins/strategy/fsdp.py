@@ -23,9 +23,10 @@ class FSDP:
     """Fully sharded data parallel.
 
     Attributes:
-        sharding: `full_shard` frees a block's parameters after its forward and gathers them again for its backward;
-            what lies outside the blocks stays. `shard_grad_op` keeps all until the backward: a gather less, more memory. With a pipeline parameters
-            always stay until the last backward of a step (schedules that split the backward would lose gradients).
+        sharding: `full_shard` frees a block's parameters after its forward and gathers them again for its backward; what
+            lies outside the blocks stays. `shard_grad_op` keeps all until the backward: a gather less, more memory.
+            With a pipeline parameters always stay until the last backward of a step (schedules that split the backward
+            would lose gradients).
         replicas: number of sharded copies (hybrid sharding): gradients are also averaged over the copies.
         size: ranks that one copy is sharded over; null = what `devices` leaves.
         cpu_offload: parameters, gradients and optimizer state live in host memory.
