@@ -23,7 +23,7 @@ class FSDP:
     """Fully sharded data parallel.
 
     Attributes:
-        sharding: `full_shard` frees a block's parameters after its forward and gathers them again for its backward; what
+        sharding: `full_shard` frees a block's parameters after its forward and gathers them again for backward; what
             lies outside the blocks stays. `shard_grad_op` keeps all until the backward: a gather less, more memory.
             With a pipeline parameters always stay until the last backward of a step (schedules that split the backward
             would lose gradients).
