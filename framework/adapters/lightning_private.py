@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule
@@ -44,6 +45,11 @@ def init_process_group(environment: ClusterEnvironment, backend: str, timeout_s:
 
 class SpawnLauncher(_MultiProcessingLauncher):
     """Lightning's spawn launcher, which takes the module's local state dict for the whole: gather it instead."""
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        super()._wrapping_function(*args, **kwargs)
+        if dist.is_initialized():  # a process that leaves while gloo's threads still run may abort
+            dist.destroy_process_group()
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         from framework.state import full_state_dict  # it needs this package
