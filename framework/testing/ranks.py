@@ -172,7 +172,15 @@ class WorkerPool:
                 text = f"{rank.process.name} was not ready after {START_UP_S:.0f} s\n{_tail(rank.log)}"
                 self._stop()
                 raise RanksError(text, None, "timeout", {})
-            rank.pipe.recv_bytes()
+            try:
+                rank.pipe.recv_bytes()
+            except EOFError as error:
+                text = (
+                    f"{rank.process.name} ended before it was ready; what it said is on this process's standard error. "
+                    "A script that starts ranks needs `if __name__ == '__main__':` around its code."
+                )
+                self._stop()
+                raise RanksError(text, None, "killed", {}) from error
 
     def _stop(self) -> None:
         for rank in self._ranks:

@@ -23,9 +23,9 @@ def test_sample_of_random_mixes(pool, number):
 
 @pytest.mark.campaign
 def test_campaign_of_random_mixes(pool):
-    """200 mixes; figures with commit and seed go to `tests/campaign/parity.json`."""
+    """100 mixes; figures with commit and seed go to `tests/campaign/parity.json`."""
     wrong = {}
-    rows = [draw(random.Random(f"{SEED} {number}")) for number in range(200)]
+    rows = [draw(random.Random(f"{SEED} {number}")) for number in range(100)]
     for number, row in enumerate(rows):
         if lines := measure(pool, row):
             wrong[f"{number}: {row}"] = lines

@@ -127,5 +127,13 @@ def test_processes_die_with_the_tests_own_process():
     assert not alive
 
 
+def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os\nfrom framework.testing import run_ranks\nrun_ranks(os.getpid, 1)\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    assert "needs `if __name__ == '__main__':`" in done.stderr
+
+
 def test_run_ranks_starts_and_ends_its_own():
     assert [t.item() for t in run_ranks(sum_of_ranks, 2, 3.0)] == [3.0, 3.0]
