@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -12,10 +10,8 @@ from typing import Any
 
 import yaml
 from rich.console import Console, RenderableType
-from rich.syntax import Syntax
 
 from framework.plan import RunPlan
-from framework.process_env import environment_lines
 from framework.rank_env import external_rank
 
 PLAN = "plan.yaml"
@@ -70,10 +66,9 @@ def read_plan(folder: Path | str) -> RunPlan:
 
 def start_screen(plan: RunPlan, model: Any) -> RenderableType:
     """Return the one screen that shows what would run."""
-    if importlib.util.find_spec("framework.describe") is None:
-        return Syntax(plan_yaml(plan), "yaml", background_color="default")
-    screen: RenderableType = importlib.import_module("framework.describe").describe(plan, model)
-    return screen
+    from framework.describe import describe  # it needs torch
+
+    return describe(plan, model)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -101,8 +96,6 @@ def run(plan: RunPlan, model: Any) -> tuple[int, dict[str, Any]]:
     (folder / PLAN).write_text(plan_yaml(plan), encoding="utf-8")
     screen = console()
     screen.print(start_screen(plan, model))
-    for line in environment_lines(plan):
-        screen.print(line, markup=False)
     result = launch(plan)
     from framework.summary import end_table, finish_summary
 

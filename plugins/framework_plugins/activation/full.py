@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from framework import Problem, RunPlan, hookimpl
 
@@ -21,6 +21,8 @@ class Full:
         preserve_rng_state: draw the same dropout masks again; false saves time if nothing in a block is random.
     """
 
+    option: ClassVar[str] = "full"
+
     every: int = 1
     preserve_rng_state: bool = True
 
@@ -31,7 +33,7 @@ class Full:
     @hookimpl
     def check_model(self, plan: RunPlan, model: object) -> Sequence[Problem]:
         """A model without repeated blocks has nothing to recompute."""
-        return missing_blocks(model, "activation=full")
+        return missing_blocks(model, f"activation={self.option}")
 
     @hookimpl
     def apply_activation_checkpointing(self, part: ModelPart) -> None:
@@ -39,7 +41,11 @@ class Full:
         from framework_plugins.activation.recompute import every_nth, recompute_
 
         for block in every_nth(part.blocks, self.every):
-            recompute_(block, preserve_rng_state=self.preserve_rng_state)
+            recompute_(block, preserve_rng_state=self.preserve_rng_state, **self.extra())
+
+    def extra(self) -> dict[str, Any]:
+        """More arguments for `recompute_`; nothing is kept here."""
+        return {}
 
 
 def missing_blocks(model: object, setting: str) -> list[Problem]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from framework import Problem, RunPlan, hookimpl
-from framework_plugins.activation.full import missing_blocks
+from framework_plugins.activation.full import Full
 
 if TYPE_CHECKING:
     from torch.utils.checkpoint import CheckpointPolicy
-
-    from framework.parts import ModelPart
 
 KEPT = (
     "aten::mm",
@@ -38,7 +34,7 @@ and every rank holds a piece of it anyway."""
 
 
 @dataclass(kw_only=True, eq=False)
-class Selective:
+class Selective(Full):
     """Selective activation checkpointing (Korthikanti et al., 2022; here by operator, as torch's SAC).
 
     Attributes:
@@ -46,25 +42,11 @@ class Selective:
         preserve_rng_state: draw the same dropout masks again; false saves time if nothing in a block is random.
     """
 
-    every: int = 1
-    preserve_rng_state: bool = True
+    option: ClassVar[str] = "selective"
 
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"activation.every={self.every} must be at least 1.")
-
-    @hookimpl
-    def check_model(self, plan: RunPlan, model: object) -> Sequence[Problem]:
-        """A model without repeated blocks has nothing to recompute."""
-        return missing_blocks(model, "activation=selective")
-
-    @hookimpl
-    def apply_activation_checkpointing(self, part: ModelPart) -> None:
-        """Wrap the `forward` of the part's blocks."""
-        from framework_plugins.activation.recompute import every_nth, recompute_
-
-        for block in every_nth(part.blocks, self.every):
-            recompute_(block, preserve_rng_state=self.preserve_rng_state, contexts=partial(contexts))
+    def extra(self) -> dict[str, Any]:
+        """Keep the outputs of `KEPT`."""
+        return {"contexts": partial(contexts)}
 
 
 def contexts() -> tuple[Any, Any]:
