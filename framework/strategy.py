@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from framework import preemption, process_groups
-from framework.adapters import lightning_private
+from framework.adapters import lightning_private, torch_private
 from framework.checkpoint import StateKeeper
 from framework.clipping import clip_
 from framework.data import Loaders
@@ -266,8 +266,19 @@ class MeshStrategy(ParallelStrategy):
             with window.guarded(loss), self._contexts():
                 precision.backward(loss, module, optimizer, *args, **kwargs)
         if window.last:
+            self._check_reduced()
             window.normalise(p for part in self.parts for p in part.parameters())
         return precision.post_backward(loss, module)
+
+    def _check_reduced(self) -> None:
+        """Stop before a step with gradients of one rank alone (P23); what had none is named."""
+        model: Any = self.model
+        if isinstance(model, DistributedDataParallel) and not torch_private.reduction_finished(model):
+            names = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
+            raise RunFailedError(
+                f"{', '.join(names)} got no gradient on rank {self.global_rank}, so gradients weren't reduced; type "
+                "strategy.find_unused_parameters=true, or freeze or remove what isn't used."
+            )
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

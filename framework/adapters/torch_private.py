@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +43,22 @@ def group_timeouts() -> dict[str, timedelta]:
                 name += f" on {device.type}"
             result[name] = backend.options._timeout
     return result
+
+
+def reduction_finished(wrapped: DistributedDataParallel) -> bool:
+    """Whether the last backward reduced all gradients of a `DistributedDataParallel`.
+
+    Torch says so only in the forward after, when the step was made with gradients of this rank alone. Its own question
+    is the first thing that `_rebuild_buckets` does; that it may then put the buckets into the order in which gradients
+    came, as the next forward would do, changes no value.
+    """
+    try:
+        wrapped.reducer._rebuild_buckets()
+    except RuntimeError as error:
+        if "finished reduction" in str(error):
+            return False
+        raise
+    return True
 
 
 @contextmanager

@@ -96,6 +96,7 @@ def uneven_vocabulary(folder: str, loss_parallel: bool):
     return float(loss), rows, errors
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # this process has no group, and needs none
 @pytest.mark.parametrize("loss_parallel", [False, True])
 def test_vocabulary_of_nine_on_two_ranks(pool, tmp_path: Path, loss_parallel: bool) -> None:
     results = pool.run(uneven_vocabulary, 2, str(tmp_path / "saved"), loss_parallel)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import uuid
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -186,7 +187,7 @@ class Text(LightningDataModule):
         if file.exists():
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+        unfinished = file.with_suffix(f".{uuid.uuid4().hex}.tmp")
         with unfinished.open("wb") as stream:
             np.save(stream, self._encode())
         os.replace(unfinished, file)  # at once: whoever reads sees all or nothing

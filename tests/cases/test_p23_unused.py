@@ -1,0 +1,83 @@
+"""P23: parameters without a gradient under DDP: named with the option that helps, or right with it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fitting import fit
+from plans import make_plan, option
+from torch import Tensor, nn
+from user_modules import Mlp, regression
+
+from framework.testing import RanksError
+
+DATA = regression(samples=24)
+STEPS = 3
+
+
+class TwoHeads(Mlp):
+    """Head B takes part in the loss on some ranks, or nowhere.
+
+    Args:
+        ranks: on which head B is used.
+        optimizer: of all parameters.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.ranks, self.optimizer_name = ranks, optimizer
+        generator = torch.Generator().manual_seed(5)
+        self.head_b = nn.Linear(4, 4)
+        for parameter in self.head_b.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y = self(batch["x"])
+        loss = nn.functional.mse_loss(y, batch["y"])
+        if self.global_rank in self.ranks:
+            loss = loss + self.head_b(batch["x"]).sum()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer_name == "adamw":
+            return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def run(pool: Any, ranks: tuple[int, ...], find: bool, optimizer: str = "sgd") -> list[Any]:
+    plan = make_plan(
+        2,
+        micro_batch_size=4,
+        strategy="ddp",
+        trainer={"max_steps": STEPS},
+        components={"strategy": option("strategy", "ddp", find_unused_parameters=find)},
+    )
+    return pool.run(fit, 2, plan, partial(TwoHeads, ranks, optimizer), DATA, process_group=False, timeout=60)
+
+
+@pytest.mark.parametrize("ranks", [(), (0,)], ids=["nowhere", "on rank 0"])
+def test_p23_what_is_not_used_is_named_with_the_option(pool: Any, ranks: tuple[int, ...]) -> None:
+    with pytest.raises(RanksError, match=r"head_b\.weight, head_b\.bias got no gradient") as caught:
+        run(pool, ranks, find=False)
+    assert "strategy.find_unused_parameters=true" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+def test_p23_a_used_nowhere_stays_as_it_was_also_with_weight_decay(pool: Any) -> None:
+    for probe in run(pool, (), find=True, optimizer="adamw"):
+        assert torch.equal(probe.final["head_b.weight"], probe.initial["head_b.weight"])
+        assert torch.equal(probe.final["head_b.bias"], probe.initial["head_b.bias"])
+        assert not torch.equal(probe.final["layers.0.0.weight"], probe.initial["layers.0.0.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+def test_p23_b_used_on_one_rank_is_averaged_over_both(pool: Any) -> None:
+    """The bias's gradient is 4, its batch, on rank 0 and nothing on rank 1: 2 on both."""
+    for probe in run(pool, (0,), find=True):
+        torch.testing.assert_close(probe.gradients[0]["head_b.bias"], torch.full((4,), 2.0))
+        moved = probe.initial["head_b.bias"] - probe.final["head_b.bias"]
+        torch.testing.assert_close(moved, torch.full((4,), 2.0 * 0.01 * STEPS))
