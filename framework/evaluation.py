@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
-from framework.metrics import Entry, Layout, Recorder, Totals
+from framework.metrics import Entry, Layout, Recorder, Totals, add_up
 from framework.window import read_output
 
 if TYPE_CHECKING:
@@ -69,13 +68,12 @@ class Evaluation:
 
     def finish(self) -> None:
         """Reduce and replay; collective, called once at the end of each evaluation epoch."""
+        self.totals.settle()
         layout = Layout()
         layout.agree(self.totals, self.contributes)
         if layout.options:
-            payload = torch.stack(layout.pack(self.totals, self.device))
-            if dist.is_initialized():
-                dist.all_reduce(payload)
-            for name, value, weight, options in layout.unpack(payload, self.totals):
+            payload = add_up(layout.pack(self.totals), self.device)
+            for name, value, weight, options in layout.unpack(payload, self.totals, self.device):
                 kept = {key: value for key, value in options.items() if key in ("prog_bar", "logger", "reduce_fx")}
-                self.recorder.replay(name, value, kept, float(weight))
+                self.recorder.replay(name, value, kept, weight)
         self.totals.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from framework import counter
 from framework.adapters import lightning_private
 from framework.errors import UsageError
 from framework.plan import RunPlan
+from framework.randomness import seed
 
 if TYPE_CHECKING:
     from framework.data import BatchPlan
@@ -301,16 +302,26 @@ def _iterate(
     loader.generator = torch.Generator().manual_seed(counter.derive("workers", *key) >> 1)
     if loader.num_workers > 0:
         return make()
-    return _continued(make, counter.derive("stream", *key)) if shared else _seeded(make(), key, first)
+    if shared:
+        return _continued(make, counter.derive("stream", *key))
+    return _seeded(make(), key, first, seeded if where.train else random_numbers)
 
 
-def _seeded(rows: Iterator[Any], key: tuple[int | str, ...], number: int) -> Generator[Any, None, None]:
+def _seeded(
+    rows: Iterator[Any], key: tuple[int | str, ...], number: int, around: Callable[[int], AbstractContextManager[None]]
+) -> Generator[Any, None, None]:
     """Yield batches of a map-style dataset, each read under random numbers of its own, in this process.
 
     Ranks of one data rank read the same batch, whatever else each of them has drawn (dropout, say).
+
+    Args:
+        rows: the batches.
+        key: of the iteration.
+        number: of the first batch.
+        around: seeds the generators, and may put them back.
     """
     while True:
-        with random_numbers(counter.derive("batch", *key, number)):
+        with around(counter.derive("batch", *key, number)):
             row = next(rows, _END)
         if row is _END:
             return
@@ -346,13 +357,17 @@ def _set_states(states: tuple[Any, Any, torch.Tensor]) -> None:
     torch.set_rng_state(states[2])
 
 
+def seeded(key: int) -> AbstractContextManager[None]:
+    """Seed Python's, NumPy's and torch's CPU generators; enough in training, where each step seeds its own."""
+    seed(key)
+    return nullcontext()
+
+
 @contextmanager
 def random_numbers(key: int) -> Generator[None, None, None]:
     """Seed Python's, NumPy's and torch's CPU generators inside, and put them back as they were."""
     states = _states()
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key >> 1)
+    seed(key)
     try:
         yield
     finally:

@@ -9,7 +9,9 @@ values of a whole optimizer step are kept, weighted as the loss is, added up by 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+import math
+import operator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,14 +28,45 @@ log = logging.getLogger(__name__)
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 
+Scalar = Tensor | float
+"""A number of the host, or one that a device may still be computing."""
+
+
 @dataclass
 class Entry:
     """One logged value: a local scalar, how it is reduced, and the arguments of `self.log` to replay."""
 
-    value: Tensor
+    value: Scalar
     reduction: str
     batch_size: float | None
     options: dict[str, Any] = field(default_factory=dict)
+
+
+def snapshot(value: Scalar) -> Scalar:
+    """Return the number as it is now, float64, without waiting for a device that is still computing it."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.is_cpu:
+        return float(value.item())
+    return value.detach().reshape(()).to(torch.float64, copy=True)
+
+
+def numbers(values: Sequence[Scalar]) -> list[float]:
+    """Return the values on the host; what is on a device comes in one transfer, the one wait for it."""
+    found = [snapshot(value) for value in values]
+    waiting = [value for value in found if isinstance(value, Tensor)]
+    fetched = iter(torch.stack(waiting).tolist() if waiting else ())
+    return [next(fetched) if isinstance(value, Tensor) else value for value in found]
+
+
+def add_up(values: list[float], device: torch.device) -> list[float]:
+    """Return the sums over all ranks; collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    vector = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(vector)
+    summed: list[float] = vector.tolist()
+    return summed
 
 
 def reduction_name(reduce_fx: Any, name: str) -> str:
@@ -77,9 +110,10 @@ class Recorder:
         finally:
             self._entries = outer
 
-    def replay(self, name: str, value: Tensor, options: Mapping[str, Any], weight: float) -> None:
+    def replay(self, name: str, value: float, options: Mapping[str, Any], weight: float) -> None:
         """Call Lightning's own `self.log` with a value that is already global."""
-        self._original(name, value, **options, batch_size=max(1, round(weight)), sync_dist=False)
+        tensor = torch.tensor(value, dtype=torch.float64)  # a plain number would become float32
+        self._original(name, tensor, **options, batch_size=max(1, round(weight)), sync_dist=False)
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if args:  # the positional order of Lightning's signature
@@ -92,34 +126,52 @@ class Recorder:
         batch_size = kwargs.pop("batch_size", None)
         for key in ("sync_dist", "sync_dist_group", "enable_graph", "metric_attribute", "rank_zero_only"):
             kwargs.pop(key, None)  # replayed values are global already
-        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-        options = kwargs | {"reduce_fx": reduction}
-        self._entries[name] = Entry(tensor.reshape(()).double(), reduction, batch_size, options)
+        self._entries[name] = Entry(snapshot(value), reduction, batch_size, kwargs | {"reduce_fx": reduction})
 
 
 class Totals:
     """Weighted sums by name over several steps of one rank."""
 
-    def __init__(self) -> None:
-        self.entries: dict[str, tuple[Tensor, Tensor | float, Entry]] = {}
+    WAITING = 256
+    """How many additions may wait for their numbers."""
 
-    def add(self, entries: Mapping[str, Entry], weight: Tensor | float) -> None:
+    def __init__(self) -> None:
+        self.entries: dict[str, tuple[float, float, Entry]] = {}
+        self._waiting: list[tuple[str, Entry, Scalar]] = []
+
+    def add(self, entries: Mapping[str, Entry], weight: Scalar) -> None:
         """Add one micro-step's entries; `weight` is that of its loss, unless `self.log` was given a batch size."""
         for name, entry in entries.items():
-            w = entry.batch_size if entry.batch_size is not None else weight
-            # a step without valid tokens has no mean; its value (often NaN) must not count
-            value = torch.where(torch.as_tensor(w) > 0, entry.value * w, torch.zeros_like(entry.value))
-            if entry.reduction != "mean":
-                value = entry.value
-            if name in self.entries:
-                before, before_w, _ = self.entries[name]
-                value = {"min": torch.minimum, "max": torch.maximum}.get(entry.reduction, torch.add)(before, value)
-                w = before_w + w
-            self.entries[name] = (value, w, entry)
+            self._waiting.append((name, entry, weight if entry.batch_size is None else entry.batch_size))
+        if len(self._waiting) > self.WAITING:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add up what waits; waits for the device that computes it."""
+        found = numbers([number for _, entry, weight in self._waiting for number in (entry.value, weight)])
+        for (name, entry, _), value, w in zip(self._waiting, found[::2], found[1::2], strict=True):
+            # without valid tokens there is no mean, often it is NaN
+            new = value if entry.reduction != "mean" else value * w if w > 0 else 0.0
+            if name not in self.entries:
+                self.entries[name] = (new, w, entry)
+                continue
+            add = {"min": _least, "max": _most}.get(entry.reduction, operator.add)
+            before, before_w, _ = self.entries[name]
+            self.entries[name] = (add(before, new), before_w + w, entry)
+        self._waiting.clear()
 
     def clear(self) -> None:
         """Start afresh."""
         self.entries.clear()
+        self._waiting.clear()
+
+
+def _least(a: float, b: float) -> float:
+    return a if a < b or math.isnan(a) else b
+
+
+def _most(a: float, b: float) -> float:
+    return a if a > b or math.isnan(a) else b
 
 
 class Layout:
@@ -158,27 +210,30 @@ class Layout:
                     missing,
                 )
 
-    def pack(self, totals: Totals, device: torch.device) -> list[Tensor]:
-        """Return two scalars a name: weighted sum and weight; 0 for a name that this rank didn't log."""
-        packed: list[Tensor] = []
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        for name in self.options:
-            value, weight, _ = totals.entries.get(name, (zero, 0.0, None))
-            packed += [value.to(device), torch.as_tensor(weight, dtype=torch.float64, device=device)]
-        return packed
+    def pack(self, totals: Totals) -> list[float]:
+        """Return two numbers a name: weighted sum and weight; 0 for a name that this rank didn't log."""
+        return [
+            number
+            for name in self.options
+            for number in (totals.entries[name][:2] if name in totals.entries else (0.0, 0.0))
+        ]
 
     def unpack(
-        self, payload: Tensor, totals: Totals
-    ) -> Generator[tuple[str, Tensor, Tensor, dict[str, Any]], None, None]:
-        """Yield name, global value, global weight and options from the reduced payload (`2 * len(options)` scalars)."""
+        self, payload: Sequence[float], totals: Totals, device: torch.device
+    ) -> Generator[tuple[str, float, float, dict[str, Any]], None, None]:
+        """Yield name, global value, global weight and options from the reduced payload (`2 * len(options)` numbers).
+
+        A mean of weight 0 is NaN. Extremes take a collective each.
+        """
         for index, (name, (reduction, options)) in enumerate(self.options.items()):
             value, weight = payload[2 * index], payload[2 * index + 1]
             if reduction == "mean":
-                value = value / weight
+                value = value / weight if weight else math.nan
             elif reduction in ("min", "max"):
-                worst = float("inf") if reduction == "min" else float("-inf")
-                value = totals.entries[name][0].clone() if name in totals.entries else torch.tensor(worst).double()
-                value = value.to(payload.device)
+                worst = math.inf if reduction == "min" else -math.inf
+                value = totals.entries[name][0] if name in totals.entries else worst
                 if dist.is_initialized():
-                    dist.all_reduce(value, dist.ReduceOp.MIN if reduction == "min" else dist.ReduceOp.MAX)
+                    extreme = torch.tensor(value, dtype=torch.float64, device=device)
+                    dist.all_reduce(extreme, dist.ReduceOp.MIN if reduction == "min" else dist.ReduceOp.MAX)
+                    value = extreme.item()
             yield name, value, weight, options

@@ -23,7 +23,7 @@ from framework.adapters.torch_private import tree_leaves, tree_map
 from framework.errors import UsageError
 from framework.evaluation import Piece
 from framework.mesh import Mesh
-from framework.metrics import Entry
+from framework.metrics import Entry, Scalar, numbers
 from framework.parts import ModelPart
 from framework.plan import RunPlan
 from framework.stages import Stage
@@ -71,7 +71,7 @@ class _Result:
     """What the last stage found for one micro-batch."""
 
     loss: Tensor
-    weight: Tensor | float
+    weight: Scalar
     weighted: bool
     entries: Mapping[str, Entry]
 
@@ -185,17 +185,15 @@ class Pipeline:
                 self._stage(part).run = Stage._not_running
 
     def _close(self, window: Window, results: Mapping[int, _Result], reference: float) -> Any:
-        loss: Tensor | None = torch.zeros((), device=self.device)
-        weight: Tensor | float = 0.0
-        weighted = False
+        loss, weight, weighted = 0.0, 0.0, False
         if self.has_last:
             found = [results[index] for index in sorted(results)]
             for result in found:
                 window.totals.add(result.entries, result.weight)
-            weights = torch.stack([torch.as_tensor(result.weight, dtype=torch.float64) for result in found])
-            losses = torch.stack([result.loss.double().cpu() for result in found])
-            weight = weights.sum()
-            loss = torch.where(weights > 0, losses * weights, torch.zeros_like(losses)).sum() / weight.clamp(min=1e-300)
+            weights = numbers([result.weight for result in found])
+            losses = numbers([result.loss for result in found])
+            weight = sum(weights)
+            loss = sum(one * w for one, w in zip(losses, weights, strict=True) if w > 0) / weight if weight else 0.0
             weighted = any(result.weighted for result in found)
         step = window.agree(loss, weight, weighted, stop=preemption.requested())
         window.reference = reference if step.weighted else float(self.plan.batch.micro_batch_size)

@@ -7,7 +7,7 @@ closure (forward, backward, normalisation) -> unscale once -> `on_before_optimiz
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,21 @@ from framework.adapters.torch_private import foreach_mul_, foreach_norm, tree_ma
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from torch.optim import Optimizer
+
+
+def together(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """Return one context for all; it costs nothing where there are none, as is usual."""
+    if len(contexts) < 2:
+        return contexts[0] if contexts else nullcontext()
+    return _nested(contexts)
+
+
+@contextmanager
+def _nested(contexts: Sequence[AbstractContextManager[Any]]) -> Generator[None, None, None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -167,16 +182,18 @@ class Precision(LightningPrecision):
         """Modules built inside are `param_dtype` by default."""
         return self._default_dtype()
 
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """Around every forward: autocast for mixed precisions, the default dtype for true ones."""
-        with ExitStack() as stack:
-            if self.param_dtype is not torch.float32:
-                stack.enter_context(self._default_dtype())
-            stack.enter_context(
-                torch.autocast(self.device_type, self.compute_dtype) if self.compute_dtype else nullcontext()
-            )
-            yield
+        contexts: list[AbstractContextManager[Any]] = []
+        if self.param_dtype is not torch.float32:
+            contexts.append(self._default_dtype())
+        if self.compute_dtype:
+            contexts.append(torch.autocast(self.device_type, self.compute_dtype))
+        return together(contexts)
+
+    def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """Around `training_step`; Lightning's own wraps `forward_context` in one more generator."""
+        return self.forward_context()
 
     # -- steps -----------------------------------------------------------------------------------------------------
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -201,9 +218,9 @@ class Precision(LightningPrecision):
             return lbfgs.step(closure=partial(self._wrap_closure, model, lbfgs, closure), **kwargs)
         result = closure()
         drop = self.drop_step()
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         overflow = False
         if self.scale is not None and not drop:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             drop = overflow = self.scale.unscale_(gradients)
             self.scale.update(overflow)
         self._after_closure(model, optimizer)

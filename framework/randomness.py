@@ -17,20 +17,30 @@ from framework import counter
 from framework.plan import RunPlan
 
 
-def seed_micro_step(plan: RunPlan, rank: int, step: int, micro_step: int) -> None:
-    """Seed the generators of Python, NumPy and torch (CPU, and this rank's GPU) for one micro-step of training.
+class MicroStepSeeds:
+    """Seeds the generators of Python, NumPy and torch (CPU, and this rank's GPU) for one micro-step of training.
 
     Args:
         plan: gives seed and mesh.
         rank: global rank.
-        step: optimizer steps that are done.
-        micro_step: number of the micro-step in the current optimizer step, from 0.
     """
-    place = [number for axis, number in plan.mesh.coordinate(rank).items() if axis != "tp"]
-    key = counter.derive("micro-step", plan.seed, *place, step, micro_step)
+
+    def __init__(self, plan: RunPlan, rank: int) -> None:
+        place = [number for axis, number in plan.mesh.coordinate(rank).items() if axis != "tp"]
+        self._key: tuple[int | str, ...] = ("micro-step", plan.seed, *place)
+        self._on_gpu = plan.accelerator == "cuda"
+
+    def __call__(self, step: int, micro_step: int) -> None:
+        """Seed for a micro-step of the optimizer step that comes after `step` of them; both count from 0."""
+        key = counter.derive(*self._key, step, micro_step)
+        seed(key)
+        if self._on_gpu:
+            torch.cuda.manual_seed(key >> 1)
+
+
+def seed(key: int) -> None:
+    """Seed the generators of Python, NumPy and torch's CPU with 64 bits."""
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
-    # not `torch.manual_seed`: it takes 115 us, which is much beside a step of a small model; these take 1
+    # not `torch.manual_seed`: it takes 115 us, which is much beside a step of a small model; this takes 1
     torch.default_generator.manual_seed(key >> 1)
-    if plan.accelerator == "cuda":
-        torch.cuda.manual_seed(key >> 1)

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -27,7 +27,6 @@ WRITE_EVERY_S = 5.0
 """A killed run loses at most this much of its summary."""
 
 
-@runtime_checkable
 class Counter(Protocol):
     """What `framework.window.Window` knows after each optimizer step, on the host and for all ranks alike."""
 
@@ -201,8 +200,8 @@ class Report(Callback):
 
     def _count(self, trainer: Trainer, warm: bool) -> None:
         """Take over loss and weight of the optimizer step that just ended; without them, what the module logged."""
-        window = getattr(trainer.strategy, "window", None)
-        if isinstance(window, Counter) and window.counted > 0:
+        window: Counter | None = getattr(trainer.strategy, "window", None)
+        if window is not None and window.counted > 0:
             self.loss = window.loss if window.loss is not None else self.loss
             weight, self._counted = window.counted - self._counted, window.counted
             self._weights += weight if warm and window.weighted else 0.0

@@ -9,13 +9,12 @@ whole optimizer step (P07, P08).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from framework.metrics import Layout, Totals
+from framework.metrics import Layout, Totals, add_up
 
 HEAD = 6
 """Numbers before the metrics: bad, loss x weight, weight, stop, changed, weighted."""
@@ -42,19 +41,19 @@ class Step:
 
 def agree(
     *,
-    loss: Tensor | None,
-    weight: Tensor | float,
+    loss: float | None,
+    weight: float,
     weighted: bool,
     contributes: bool,
     stop: bool,
     totals: Totals | None,
     layout: Layout,
     device: torch.device,
-) -> tuple[Step, Tensor]:
+) -> tuple[Step, list[float]]:
     """Reduce one micro-step over all ranks.
 
     Args:
-        loss: this rank's mean loss, 0-dim; None if `training_step` returned None.
+        loss: this rank's mean loss; None if `training_step` returned None.
         weight: samples or tokens that the mean is over.
         weighted: whether the weight was returned by the module.
         contributes: whether this rank's loss and metrics count (last stage, first tensor-parallel rank).
@@ -64,29 +63,22 @@ def agree(
         device: of the collective.
 
     Returns:
-        The agreement and the reduced payload of metrics (`2 * len(layout.options)` float64).
+        The agreement and the reduced payload of metrics (`2 * len(layout.options)` numbers).
     """
     counted = totals if contributes and totals is not None else Totals()
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    w = torch.as_tensor(weight, dtype=torch.float64, device=device) if contributes else zero
-    if loss is None or not contributes:
-        bad, weighted_loss = torch.full_like(zero, float(loss is None and contributes)), zero
-    else:
-        value = loss.detach().to(device=device, dtype=torch.float64)
-        bad = (~torch.isfinite(value) & (w > 0)).double()
-        weighted_loss = torch.where(w > 0, torch.nan_to_num(value) * w, zero)
-    flags = [float(stop), float(layout.misses(counted)), float(weighted and contributes)]
-    head = torch.cat([torch.stack([bad, weighted_loss, w]), torch.tensor(flags, dtype=torch.float64, device=device)])
-    payload = layout.pack(counted, device) if totals is not None else []
-    vector = torch.cat([head, torch.stack(payload)]) if payload else head
-    if dist.is_initialized():
-        dist.all_reduce(vector)
-    numbers = vector[:HEAD].tolist()
-    step = Step(bad=int(numbers[0]), stop=int(numbers[3]), loss=numbers[1], weight=numbers[2], weighted=numbers[5] > 0)
-    metrics = vector[HEAD:]
-    if numbers[4] > 0:  # somebody met a new name: exchange names once
+    w = weight if contributes else 0.0
+    bad, weighted_loss = False, 0.0
+    if contributes and loss is None:
+        bad = True
+    elif loss is not None and w > 0:
+        bad = not math.isfinite(loss)
+        weighted_loss = 0.0 if bad else loss * w
+    mine = [bad, weighted_loss, w, stop, layout.misses(counted), weighted and contributes]
+    payload = layout.pack(counted) if totals is not None else []
+    reduced = add_up([*map(float, mine), *payload], device)
+    head, metrics = reduced[:HEAD], reduced[HEAD:]
+    step = Step(bad=int(head[0]), stop=int(head[3]), loss=head[1], weight=head[2], weighted=head[5] > 0)
+    if head[4] > 0:  # somebody met a new name: exchange names once
         layout.agree(counted, contributes)
-        metrics = torch.stack(layout.pack(counted, device))
-        if dist.is_initialized():
-            dist.all_reduce(metrics)
+        metrics = add_up(layout.pack(counted), device)
     return step, metrics

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,8 @@ from framework.parallelize import parallelize
 from framework.parts import ModelPart
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
-from framework.precision import Precision
-from framework.randomness import seed_micro_step
+from framework.precision import Precision, together
+from framework.randomness import MicroStepSeeds
 from framework.window import Window
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class MeshStrategy(ParallelStrategy):
         self.grad_norm: Tensor | None = None
         """Norm before clipping of the last optimizer step, 0-dim; None without clipping."""
         self._batch_index = 0
+        self._nothing_to_move = False
         self._forward_redirection = lightning_private.forward_redirection()
 
     # -- where we are ----------------------------------------------------------------------------------------------
@@ -154,6 +155,12 @@ class MeshStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._check_module(module, trainer)
+        self._seed = MicroStepSeeds(self.plan, self.global_rank)
+        self._nothing_to_move = self.root_device.type == "cpu" and not any(
+            is_overridden(hook, module) or (data is not None and is_overridden(hook, data))
+            for hook in ("transfer_batch_to_device", "on_after_batch_transfer")
+            for data in (getattr(trainer, "datamodule", None),)
+        )
         if not self.parts or self.parts[0].root is not module:
             self.parts = parallelize(module, self.manager.hook, self.mesh, self.plan, precision, self.root_device)
             self.pipeline = self.manager.hook.make_schedule(parts=self.parts, mesh=self.mesh, plan=self.plan)
@@ -217,13 +224,14 @@ class MeshStrategy(ParallelStrategy):
         return self.loaders.process(dataloader, self._module.trainer)
 
     # -- steps -----------------------------------------------------------------------------------------------------
-    @contextmanager
-    def _contexts(self) -> Generator[None, None, None]:
-        with ExitStack() as stack:
-            for part in self.parts:
-                for context in part.contexts:
-                    stack.enter_context(context())
-            yield
+    def _contexts(self) -> AbstractContextManager[Any]:
+        return together([context() for part in self.parts for context in part.contexts])
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; without a device there is nothing to move, unless the user has a hook of their own for it."""
+        if self._nothing_to_move:
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     def _run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a step method of the module so that hooks of its data-parallel wrap fire."""
@@ -235,8 +243,7 @@ class MeshStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the number of the batch (the module's `training_step` may not take it); give it its random numbers."""
         self._batch_index = batch_idx
-        step = self._module.trainer.global_step
-        seed_micro_step(self.plan, self.global_rank, step, batch_idx % self.plan.batch.accumulation)
+        self._seed(self._module.trainer.global_step, batch_idx % self.plan.batch.accumulation)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from pluggy import PluginManager
 
@@ -55,6 +57,17 @@ class MeshCallback(Callback):
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make test metrics global before anybody reads them."""
         strategy_of(trainer).finish_evaluation()
+
+
+class NotProfiled(PassThroughProfiler):
+    """Lightning's profiler that does nothing, without the generator that it makes for each of forty hooks a step."""
+
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """Return a context that does nothing."""
+        return _NOTHING
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def strategy_of(trainer: pl.Trainer) -> MeshStrategy:
@@ -106,6 +119,7 @@ class Trainer(pl.Trainer):
             strategy=strategy,
             callbacks=made_callbacks + (callbacks or []),
             logger=loggers if logger and loggers else False,
+            profiler=NotProfiled(),
             default_root_dir=plan.run_dir,
             use_distributed_sampler=False,
             enable_checkpointing=any(is_checkpoint(callback) for callback in made_callbacks),

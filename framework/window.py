@@ -11,8 +11,9 @@ and full windows the factor is exactly 1 and nothing is multiplied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from framework import preemption
 from framework.adapters import torch_private
 from framework.adapters.torch_private import foreach_mul_, tree_leaves
 from framework.errors import RunFailedError, UsageError
-from framework.metrics import Entry, Layout, Recorder, Totals
+from framework.metrics import Entry, Layout, Recorder, Scalar, Totals, numbers
 from framework.plan import RunPlan
 from framework.precision import local
 from framework.step_agreement import Step, agree
@@ -38,7 +39,7 @@ def batch_size(batch: Any) -> int:
     return 1
 
 
-def read_output(output: Any, batch: Any) -> tuple[Tensor | None, Tensor | float, bool]:
+def read_output(output: Any, batch: Any) -> tuple[Tensor | None, Scalar, bool]:
     """Return loss, weight and whether the module gave the weight, from what `training_step` returned."""
     if isinstance(output, Mapping):
         loss, weight = output.get("loss"), output.get("weight")
@@ -88,7 +89,7 @@ class Window:
         self.loss: float | None = None
         """Mean loss of the last finished optimizer step over all ranks; None before the first."""
         self._loss_sum = 0.0
-        self._weight: Tensor | float = 1.0
+        self._weight = 1.0
         self._drop = False
 
     # -- one micro-step --------------------------------------------------------------------------------------------
@@ -107,19 +108,18 @@ class Window:
         A batch that isn't `real` is a filler: this rank has no samples left but has to take part in the collectives.
         """
         loss, weight, weighted = read_output(output, batch)
-        if not real:
-            weight = 0.0
-        self.totals.add(entries, weight)
-        step = self.agree(loss, weight, weighted, stop)
+        self.totals.add(entries, weight if real else 0.0)
+        self._weight, value = numbers([weight if real else 0.0, math.nan if loss is None else loss])
+        step = self.agree(None if loss is None else value, self._weight, weighted, stop)
         if self.reference is None:
             self.reference = step.weight / (self.plan.mesh.data_ranks * self.plan.mesh.cp) or None
-        self._weight = weight
         if self._drop:
             return {"loss": torch.zeros((), device=self.device, requires_grad=True)}
         return output
 
-    def agree(self, loss: Tensor | None, weight: Tensor | float, weighted: bool, stop: bool) -> Step:
+    def agree(self, loss: float | None, weight: float, weighted: bool, stop: bool) -> Step:
         """One all-reduce over the world; applies what it says about stopping and about bad losses, replays metrics."""
+        self.totals.settle()
         step, metrics = agree(
             loss=loss,
             weight=weight,
@@ -137,19 +137,18 @@ class Window:
         if step.bad:
             self._on_bad_loss(loss)
         if self.last:
-            for name, value, value_weight, options in self.layout.unpack(metrics, self.totals):
-                w = float(value_weight)
+            for name, value, w, options in self.layout.unpack(metrics, self.totals, self.device):
                 if w > 0 or options["reduce_fx"] in ("min", "max"):
                     self.recorder.replay(name, value, options, w)
             self.totals.clear()
         return step
 
-    def _on_bad_loss(self, loss: Tensor | None) -> None:
+    def _on_bad_loss(self, loss: float | None) -> None:
         step = self.module.trainer.global_step
         if self.plan.on_nonfinite == "skip":
             self._drop = True
             return
-        mine = None if not self.contributes else "None" if loss is None else str(float(loss))
+        mine = None if not self.contributes else "None" if loss is None else str(loss)
         values: list[str | None] = [mine]
         if dist.is_initialized():
             values = [None] * dist.get_world_size()
@@ -157,7 +156,7 @@ class Window:
         bad = [
             f"rank {rank} ({value})"
             for rank, value in enumerate(values)
-            if value is not None and (value == "None" or not torch.isfinite(torch.tensor(float(value))))
+            if value is not None and (value == "None" or not math.isfinite(float(value)))
         ]
         raise RunFailedError(
             f"The loss isn't finite on {', '.join(bad)} at step {step}; all ranks stopped together, the weights are "
@@ -170,18 +169,11 @@ class Window:
         if self._drop or self.reference is None:
             return loss
         ratio = self._weight / self.reference
-        if isinstance(ratio, Tensor):
-            return loss * ratio.to(loss)
         return loss if ratio == 1.0 else loss * ratio
 
-    @contextmanager
-    def guarded(self, loss: Tensor) -> Generator[None, None, None]:
+    def guarded(self, loss: Tensor) -> AbstractContextManager[None]:
         """Backward inside leaves zero gradients, not NaN, if the micro-batch had no valid token (0 / 0)."""
-        if not self._drop and float(self._weight) == 0.0:
-            with torch_private.zero_leaf_gradients(loss):
-                yield
-        else:
-            yield
+        return torch_private.zero_leaf_gradients(loss) if self._weight == 0.0 and not self._drop else nullcontext()
 
     # -- its end ---------------------------------------------------------------------------------------------------
     def normalise(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -170,11 +170,12 @@ def test_random_numbers_of_samples_follow_from_seed_and_data_rank(workers: int) 
     assert not {value for row in one for value in row} & {value for row in other for value in row}
 
 
-def test_reading_leaves_the_process_random_numbers_alone() -> None:
+def test_evaluating_leaves_the_process_random_numbers_alone() -> None:
+    """In training every step seeds its own."""
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     expected = torch.rand(1).item(), random.random(), np.random.rand()
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    noise(process(DataLoader(Noisy()), two()))
+    noise(process(DataLoader(Noisy()), two(), trainer=FakeTrainer(RunningStage.VALIDATING)))
     assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from framework.plan import MeshSpec, RunPlan
-from framework.randomness import seed_micro_step
+from framework.randomness import MicroStepSeeds
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _put_generators_back():
 
 def draws(rank: int, step: int = 3, micro_step: int = 0, seed: int = 0) -> tuple[float, ...]:
     mesh = MeshSpec(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
-    seed_micro_step(RunPlan(run_id="r", run_dir="/nowhere", seed=seed, mesh=mesh), rank, step, micro_step)
+    MicroStepSeeds(RunPlan(run_id="r", run_dir="/nowhere", seed=seed, mesh=mesh), rank)(step, micro_step)
     return float(torch.rand(())), random.random(), float(np.random.rand())
 
 
