@@ -41,6 +41,10 @@ def _command(words: list[str]) -> int:
     name = words.pop(0) if words and words[0].isidentifier() else "train"
     if name not in COMMANDS and name not in packages().commands:
         raise UsageError(_unknown_command(name))
+    if name == "verify":
+        from framework.verify.command import main as verify
+
+        return verify(words)
     if "--help" in words or "-h" in words or name == "help":
         from framework.guide import help_page
         from framework.job import console

@@ -33,6 +33,7 @@ COMMANDS = {
     "train": "run (the default)",
     "validate": "run the validation set once, no training",
     "plan": "check everything and show what would run; starts nothing",
+    "verify": "train a few steps under a mix, or under many, and hold them against one process without a framework",
     "plugins": "what is installed, what it adds, what is wrong with it",
 }
 

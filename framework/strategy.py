@@ -55,15 +55,16 @@ class MeshStrategy(ParallelStrategy):
 
     Args:
         plan: the run.
+        manager: its components, as the Trainer has them; None = each process builds them when they are first asked for.
         spawn: start workers through Lightning's own spawn launcher; False: this process is a worker already.
     """
 
-    def __init__(self, plan: RunPlan, spawn: bool = False) -> None:
+    def __init__(self, plan: RunPlan, manager: PluginManager | None = None, spawn: bool = False) -> None:
         super().__init__()
         self.plan = plan
         self.num_nodes = plan.num_nodes
         self._spawn = spawn
-        self._manager: PluginManager | None = None
+        self._manager = manager
         self._mesh: Mesh | None = None
         self.parts: list[ModelPart] = []
         self.pipeline: Pipeline | None = None
@@ -80,7 +81,7 @@ class MeshStrategy(ParallelStrategy):
     # -- where we are ----------------------------------------------------------------------------------------------
     @property
     def manager(self) -> PluginManager:
-        """The chosen components; rebuilt in each process, since a manager doesn't pickle."""
+        """The chosen components."""
         if self._manager is None:
             self._manager = manager_for(self.plan)
         return self._manager

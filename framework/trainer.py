@@ -88,16 +88,25 @@ class Trainer(pl.Trainer):
             this process already is one rank, as in `framework.worker` or under torchrun.
         callbacks: more Lightning callbacks, after those of the plan.
         logger: False = no logger, whatever the plan says.
+        manager: the plan's components, where the process has them already; None = they are built here.
     """
 
     def __init__(
-        self, plan: RunPlan, *, spawn: bool = False, callbacks: list[Callback] | None = None, logger: bool = True
+        self,
+        plan: RunPlan,
+        *,
+        spawn: bool = False,
+        callbacks: list[Callback] | None = None,
+        logger: bool = True,
+        manager: PluginManager | None = None,
     ) -> None:
         self.plan = plan
         check_settings(plan)
         quiet()
-        hook = manager_for(plan).hook
-        strategy: Strategy = hook.make_strategy(plan=plan) or MeshStrategy(plan, spawn=spawn)
+        manager = manager or manager_for(plan)
+        hook = manager.hook
+        # a manager doesn't pickle: spawned processes build their own
+        strategy: Strategy = hook.make_strategy(plan=plan) or MeshStrategy(plan, None if spawn else manager, spawn)
         strategy.precision_plugin = hook.make_precision(plan=plan)
         settings = {key: value for key, value in plan.trainer.items() if value is not None}
         settings["accumulate_grad_batches"] = plan.batch.accumulation
@@ -175,7 +184,7 @@ def run(plan: RunPlan, manager: PluginManager) -> dict[str, Any]:
     Raises:
         PreemptedError: all ranks saved and stopped because one was asked to.
     """
-    trainer = Trainer(plan)
+    trainer = Trainer(plan, manager=manager)
     model = build_model(plan)
     data = objects.build(plan.components["data"])
     if plan.command == "validate":

@@ -1,4 +1,4 @@
-"""For all tests: `tests/` is importable (`import reference`), skips are listed, one set of processes serves all."""
+"""For all tests: `tests/` is importable (`import fitting`), skips are listed, one set of processes serves all."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, _redistribute
+from torch.distributed.tensor import DTensor, Shard, _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
@@ -144,11 +144,13 @@ def forget_meshes() -> None:
     """Clear what DTensor remembers about meshes: for a process that makes a new process group after destroying one.
 
     Sharding propagation and redistribution keep results by mesh layout, with the first mesh of that layout; in a new
-    world its groups no longer exist ("Could not resolve the process group registered under the name 6").
+    world its groups no longer exist ("Could not resolve the process group registered under the name 6"). Such a mesh
+    also keeps the threads of its groups alive, a hundred wake-ups a second each.
     """
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def storage_id(tensor: Tensor) -> int:

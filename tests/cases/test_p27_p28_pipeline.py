@@ -10,9 +10,10 @@ from fitting import fit
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from plans import make_plan, option
-from reference import Bounds, Result, disagreements, train
 from torch import nn
 from user_modules import Mlp, loader, regression
+
+from framework.verify.reference import Bounds, Result, disagreements, train
 
 DATA = regression(samples=40)
 

@@ -5,7 +5,11 @@ To accept a change: FRAMEWORK_UPDATE_GOLDEN=1 python -m pytest tests/cli/test_re
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +46,18 @@ def test_a_recipe_says_command_and_hardware(name):
     text = (paths.recipes_dir() / f"{name}.yaml").read_text()
     assert f"-cn {name}" in text
     assert "# Hardware:" in text
+    assert "# Expect:" in text
+
+
+def test_digits_come_out_as_the_recipe_expects(tmp_path):
+    header = (paths.recipes_dir() / "digits_ddp.yaml").read_text()
+    expected = re.findall(r"(loss_first|val_loss) ([\d.]+) to ([\d.]+)", header)
+    run = [sys.executable, "-m", "framework", "-cn", "digits_ddp", f"run_dir={tmp_path}", "accelerator=cpu"]
+    subprocess.run(run, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert len(expected) == 2
+    for name, low, high in expected:
+        assert float(low) <= summary[name] <= float(high), name
 
 
 def test_llama2_7b_has_its_published_size_on_64_gpus():

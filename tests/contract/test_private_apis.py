@@ -245,7 +245,7 @@ def test_the_default_time_limit_of_groups_is_read_when_they_are_made() -> None:
 
 
 def test_caches_that_hold_meshes_of_an_earlier_world_can_be_cleared() -> None:
-    """Where one process serves several process groups in turn; that it helps is seen in test_checkpoint_layouts."""
+    """Where one process serves several process groups in turn; that it helps is seen in test_ranks."""
     from torch.distributed.tensor import _redistribute
 
     from framework.adapters.torch_private import forget_meshes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reference import Bounds
+from framework.verify.reference import Bounds
 
 STEPS = 6
 GLOBAL_BATCH = 16

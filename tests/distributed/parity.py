@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from fitting import fit
 from mixes import GLOBAL_BATCH, SEQUENCE, STEPS, Mix
-from reference import Result, global_norm, train
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from user_modules import Rows
 
 from framework.plan import RunPlan
 from framework.testing import WorkerPool, plan
+from framework.verify.reference import Result, global_norm, train
 from framework_plugins.model.gpt import GPT
 
 VOCABULARY = 16

@@ -11,11 +11,11 @@ import torch
 from fitting import fit
 from mixes import ACC2, CLIP, CLIP_INF, CLIP_VALUE, FSDP, GLOBAL_BATCH, LP, SGO, SP, SP_LP, TP, Mix
 from parity import LR, MOMENTUM, SHAPE, SmallGpt, mean_loss, samples
-from reference import Bounds, Result, disagreements, global_norm, train
 from user_modules import Rows, Seen
 
 from framework.plan import RunPlan
 from framework.testing import WorkerPool, plan
+from framework.verify.reference import Bounds, Result, disagreements, global_norm, train
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble", "zbv", "dualpipev")
 

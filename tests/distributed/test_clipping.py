@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from reference import global_norm
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from framework.clipping import clip_, settle_, total_norm
 from framework.mesh import Mesh
 from framework.plan import MeshSpec
+from framework.verify.reference import global_norm
 
 
 def parameter(gradient, dtype=torch.float32) -> nn.Parameter:

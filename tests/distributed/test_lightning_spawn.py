@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from plans import make_plan
-from reference import Bounds, Result, disagreements, train
 from torch import nn
 from user_modules import Mlp, loader, regression
 
 from framework.trainer import Trainer
+from framework.verify.reference import Bounds, Result, disagreements, train
 
 DOCS = Path(__file__).parents[2] / "docs" / "testing.md"
 DATA = regression(samples=40)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from mixes import BOUNDS, MIXES, STEPS, Mix
 from parity import LR, MOMENTUM, SHAPE, SmallGpt, global_batches, initial_of, mean_loss, outcomes_of, reference_of
-from reference import disagreements, train
+
+from framework.verify.reference import disagreements, train
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)

@@ -12,6 +12,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from framework.testing import RanksError, run_ranks
 
@@ -50,6 +52,15 @@ def mismatched_p2p() -> None:
     dist.barrier()
 
 
+def gather_a_shard() -> float:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return float(distribute_tensor(torch.ones(4), mesh, [Shard(0)]).redistribute(placements=[Replicate()]).sum())
+
+
+def threads() -> int:
+    return psutil.Process().num_threads()
+
+
 def environment() -> dict[str, str]:
     assert not dist.is_initialized()
     return dict(os.environ)
@@ -72,6 +83,14 @@ def test_environment_is_torchruns_and_the_callers(pool, monkeypatch):
         "1",
         "2",
     )
+
+
+def test_threads_of_a_process_group_end_with_it(pool):
+    """Caches of DTensor held meshes, and with them threads that wake up a hundred times a second."""
+    pool.run(sum_of_ranks, 2, 1.0)
+    before = pool.run(threads, 2, process_group=False)
+    assert pool.run(gather_a_shard, 2) == [4.0, 4.0]
+    assert pool.run(threads, 2, process_group=False) == before
 
 
 def test_the_first_failing_rank_is_named_and_the_pool_goes_on(pool):

@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from reference import Bounds, Result, disagreements, global_norm, train
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+
+from framework.verify.reference import Bounds, Result, disagreements, global_norm, train
 
 SAMPLES, TOKENS, CLASSES, STEPS, LR, MOMENTUM = 8, 6, 7, 6, 0.1, 0.9
 

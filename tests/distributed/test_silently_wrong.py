@@ -14,12 +14,12 @@ from lightning.pytorch import Callback, LightningModule
 from mixes import FP64, Mix
 from parity import outcome_of, plan_of, reference_of, run
 from plans import make_plan
-from reference import disagreements
 from torch import nn
 from user_modules import Mlp, regression
 
 from framework import FrameworkError
 from framework.trainer import Trainer
+from framework.verify.reference import disagreements
 
 
 # -- 1 ---------------------------------------------------------------------------------------------------------------

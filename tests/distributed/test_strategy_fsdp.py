@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from fitting import fit
 from plans import make_plan
-from reference import Bounds, Result, disagreements, train
 from torch import Tensor, nn
 from user_modules import Mlp, loader, regression
+
+from framework.verify.reference import Bounds, Result, disagreements, train
 
 DATA = regression(samples=40)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from reference import Bounds, Result, disagreements, train
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -20,6 +19,7 @@ from framework.clipping import clip_, total_norm
 from framework.mesh import Mesh
 from framework.parts import ModelPart, whole
 from framework.plan import MeshSpec, RunPlan
+from framework.verify.reference import Bounds, Result, disagreements, train
 from framework_plugins.activation.full import Full
 from framework_plugins.activation.selective import Selective
 from framework_plugins.tp.dtensor import DTensorParallel

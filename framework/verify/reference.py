@@ -8,6 +8,7 @@ weight (tokens) which that mean is over.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +69,7 @@ def train(
         total = sum(weight for _, weight in parts)
         terms = [loss.to(torch.promote_types(loss.dtype, torch.float32)) * w for loss, w in parts if w > 0]
         loss = torch.stack(terms).sum() / total
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
         if t == 0:
             result.first_gradients = {name: g.clone() for name, g in gradients.items()}
@@ -111,43 +112,77 @@ class Bounds:
     it; 0 = no such demand (in bf16 a weight near 1 doesn't move by small steps)."""
 
 
+@dataclass(frozen=True)
+class Distance:
+    """How far one number or tensor is from the reference's.
+
+    Attributes:
+        kind: `loss`, `grad_norm`, `first gradient`, `update`, or what a caller compares besides.
+        name: of the parameter, or the optimizer step.
+        distance: relative; infinite if it can't be compared.
+        ratio: its size over that of the reference.
+        why: what can't be compared, empty if it can.
+    """
+
+    kind: str
+    name: str
+    distance: float
+    ratio: float
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: " + (
+            self.why or f"relative distance {self.distance:.1e}, {self.ratio:.6g} times the wanted"
+        )
+
+
+def distances(got: Result, want: Result, floor: float) -> list[Distance]:
+    """Return the distance of everything that a run is judged by; `floor` as in `Bounds`."""
+    return [
+        *_scalar_distances("loss of step", got.losses, want.losses),
+        *_scalar_distances("grad_norm of step", got.grad_norms, want.grad_norms),
+        *tensor_distances("first gradient", got.first_gradients, want.first_gradients, floor),
+        *tensor_distances("update", got.updates, want.updates, floor),
+    ]
+
+
+def _scalar_distances(kind: str, got: Sequence[float], want: Sequence[float]) -> list[Distance]:
+    if len(got) != len(want):
+        return [Distance(kind, "all", math.inf, math.nan, f"{len(got)} values, wanted {len(want)}")]
+    return [
+        Distance(kind, str(t), abs(a - b) / max(abs(b), 1e-300), a / (b or 1e-300))
+        for t, (a, b) in enumerate(zip(got, want, strict=True))
+    ]
+
+
+def tensor_distances(kind: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], floor: float) -> list[Distance]:
+    """Return the distance of each tensor: ||a - b|| / max(||b||, floor x the norm of all)."""
+    if set(got) != set(want):
+        why = f"missing {sorted(set(want) - set(got))}, too many {sorted(set(got) - set(want))}"
+        return [Distance(kind, "all", math.inf, math.nan, why)]
+    size = global_norm(want.values())
+    found = []
+    for name, b in want.items():
+        a = got[name]
+        if a.shape != b.shape:
+            why = f"shape {tuple(a.shape)}, wanted {tuple(b.shape)}"
+            found.append(Distance(kind, name, math.inf, math.nan, why))
+            continue
+        distance = global_norm([a.double() - b.double()]) / max(global_norm([b]), floor * size, 1e-300)
+        found.append(Distance(kind, name, distance, global_norm([a]) / max(global_norm([b]), 1e-300)))
+    return found
+
+
 def disagreements(got: Result, want: Result, bounds: Bounds) -> list[str]:
     """Return one line for each number of `got` that isn't that of `want`; empty = equal."""
+    allowed = {"loss of step": bounds.loss, "update": bounds.update}
     lines = [
-        *_scalars("loss", got.losses, want.losses, bounds.loss),
-        *_scalars("grad_norm", got.grad_norms, want.grad_norms, bounds.gradient),
-        *_tensors("first gradient", got.first_gradients, want.first_gradients, bounds.gradient, bounds.floor),
-        *_tensors("update", got.updates, want.updates, bounds.update, bounds.floor),
+        str(one)
+        for one in distances(got, want, bounds.floor)
+        if not one.distance <= allowed.get(one.kind, bounds.gradient)
     ]
     size = global_norm(want.updates.values())
     for name, update in want.updates.items():
         if global_norm([update]) < bounds.moves * size:
             lines.append(f"update {name}: the reference moved it by {global_norm([update]):.1e} only; proves nothing")
-    return lines
-
-
-def _scalars(kind: str, got: Sequence[float], want: Sequence[float], bound: float) -> list[str]:
-    if len(got) != len(want):
-        return [f"{kind}: {len(got)} values, wanted {len(want)}"]
-    return [
-        f"{kind} of step {t}: {a!r}, wanted {b!r} (relative distance {abs(a - b) / max(abs(b), 1e-300):.1e})"
-        for t, (a, b) in enumerate(zip(got, want, strict=True))
-        if not abs(a - b) <= bound * abs(b)
-    ]
-
-
-def _tensors(kind: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], bound: float, floor: float) -> list[str]:
-    if set(got) != set(want):
-        return [f"{kind}: missing {sorted(set(want) - set(got))}, too many {sorted(set(got) - set(want))}"]
-    size = global_norm(want.values())
-    lines = []
-    for name, b in want.items():
-        a = got[name]
-        if a.shape != b.shape:
-            lines.append(f"{kind} {name}: shape {tuple(a.shape)}, wanted {tuple(b.shape)}")
-            continue
-        distance = global_norm([a.double() - b.double()]) / max(global_norm([b]), floor * size, 1e-300)
-        if not distance <= bound:
-            ratio = global_norm([a]) / max(global_norm([b]), 1e-300)
-            lines.append(f"{kind} {name}: relative distance {distance:.1e}, norm {ratio:.6g} times the wanted")
     return lines

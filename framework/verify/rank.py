@@ -1,0 +1,213 @@
+"""What a rank does for `verify`: train the plan's own model and data for a few steps, and keep what is compared."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from framework import objects
+from framework.adapters.torch_private import tree_map
+from framework.errors import RunFailedError
+from framework.plan import RunPlan
+from framework.trainer import Trainer, as_module, build_model
+from framework.verify import reference
+from framework.verify.reference import Result
+
+MOMENTUM = 0.9
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass
+class Outcome:
+    """What a mix showed; the same on all ranks, or the run failed.
+
+    Attributes:
+        result: losses, gradient norms, first gradients, updates.
+        initial: whole initial parameters by name.
+        buffers: whole buffers at the end by name.
+        quieted: modules whose dropout was switched off.
+    """
+
+    result: Result
+    initial: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    quieted: list[str] = field(default_factory=list)
+
+
+def sha256(tensors: Mapping[str, Tensor]) -> str:
+    """Return the hash of named tensors: names, shapes, dtypes and bytes, in the order of names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.ndim else repr(tensor.item()).encode())
+    return digest.hexdigest()
+
+
+def sgd(model: LightningModule, lr: float) -> Any:
+    """SGD with momentum over what learns: AdamW would hide a wrong scale of the gradients."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=MOMENTUM)
+
+
+def quiet_dropout(model: nn.Module) -> list[str]:
+    """Switch dropout off, in modules of torch's and in whatever keeps its rate in an attribute `dropout`."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUT) and module.p:
+            module.p = 0.0
+            found.append(name)
+        elif isinstance(getattr(module, "dropout", None), float) and module.dropout:
+            module.dropout = 0.0
+            found.append(name)
+    return found
+
+
+class Watch(Callback):
+    """Keeps on every rank what is compared; every moment is a collective."""
+
+    def __init__(self) -> None:
+        self.initial: dict[str, Tensor] = {}
+        self.final: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.norms: list[float] = []
+        self.losses: list[float] = []
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Keep the initial weights."""
+        self.initial = gathered(pl_module.named_parameters())
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        """Keep the gradients, before clipping."""
+        whole = gathered((n, p.grad) for n, p in pl_module.named_parameters() if p.grad is not None)
+        self.norms.append(reference.global_norm(whole.values()))
+        self.gradients = self.gradients or whole
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+        """Keep the loss of an optimizer step."""
+        if trainer.global_step > self._step:
+            self._step = trainer.global_step
+            self.losses.append(float(trainer.strategy.window.loss))
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Keep weights and buffers."""
+        self.final = gathered(pl_module.named_parameters())
+        self.buffers = gathered(pl_module.named_buffers())
+
+
+def train(plan: RunPlan, lr: float) -> Outcome:
+    """Train under the plan's mix; called on every rank."""
+    outcome, _ = _train(plan, lr)
+    return outcome
+
+
+def begin(plan: RunPlan, steps: int) -> tuple[Outcome, list[Any]]:
+    """Make one step of one process that changes nothing; return it and the global batches of the first `steps` steps.
+
+    The batches are read from the user's own dataset with the user's own collation, without a sampler or loader of ours.
+    """
+    outcome, trainer = _train(plan, 0.0)
+    loader: Any = trainer.train_dataloader
+    size = plan.batch.global_batch_size
+    dataset, count = loader.dataset, steps * size
+    stream = isinstance(dataset, IterableDataset)
+    rows = list(islice(iter(dataset), count)) if stream else range(len(dataset))[:count]
+    if len(rows) < count:
+        raise RunFailedError(f"{steps} steps of {size} samples need {count}, and the training data has {len(rows)}.")
+    pieces = [rows[at : at + size] for at in range(0, count, size)]
+    return outcome, [loader.collate_fn(piece if stream else _samples(dataset, piece)) for piece in pieces]
+
+
+def _samples(dataset: Any, indices: Iterable[int]) -> Any:
+    """Read samples as torch's loader does: at once, where the dataset has a method for that."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(list(indices))
+    return [dataset[index] for index in indices]
+
+
+def _train(plan: RunPlan, lr: float) -> tuple[Outcome, Trainer]:
+    model = build_model(plan)
+    quieted = quiet_dropout(model)
+    model.configure_optimizers = partial(sgd, model, lr)  # type: ignore[method-assign]
+    watch = Watch()
+    trainer = Trainer(plan, callbacks=[watch], logger=False)
+    trainer.fit(model, datamodule=objects.build(plan.components["data"]))
+    updates = {name: watch.final[name].double() - start.double() for name, start in watch.initial.items()}
+    result = Result(watch.losses, watch.norms, watch.gradients, updates)
+    return Outcome(result, watch.initial, watch.buffers, quieted), trainer
+
+
+def alone(spec: Mapping[str, Any], initial: Mapping[str, Tensor], batches: list[Any], lr: float, clip: Any) -> Outcome:
+    """Train in one process without a Trainer: the truth that mixes are held against.
+
+    Args:
+        spec: of the model.
+        initial: its weights.
+        batches: one global batch a step.
+        lr: learning rate.
+        clip: bound of the gradient norm; None = none.
+    """
+    model = as_module(objects.build(spec), spec).double()
+    quiet_dropout(model)
+    model.load_state_dict(dict(initial), strict=False)
+    for name in ("log", "log_dict"):
+        setattr(model, name, _log_nothing)
+    takes_index = len(inspect.signature(model.training_step).parameters) > 1
+    number = iter(range(len(batches)))
+
+    def loss_of(module: Any, batch: Any) -> tuple[Tensor, float]:
+        output = module.training_step(batch, *([next(number)] if takes_index else []))
+        if not isinstance(output, Mapping):
+            return output, 1.0
+        return output["loss"], float(output.get("weight", 1.0))
+
+    result = reference.train(
+        model, [[tree_map(_wide, batch)] for batch in batches], loss_of, lr=lr, momentum=MOMENTUM, clip=clip
+    )
+    return Outcome(result, dict(initial), {name: buffer.clone() for name, buffer in model.named_buffers()})
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for `self.log` where there is no Trainer."""
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def gathered(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return whole tensors by name, from whichever ranks have them; collective.
+
+    Raises:
+        RunFailedError: two ranks that have one don't agree on it.
+    """
+    mine = {
+        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
+        for name, tensor in named
+        if not tensor.is_meta
+    }
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    everyone: list[Mapping[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    whole: dict[str, Tensor] = {}
+    for rank, theirs in enumerate(everyone):
+        for name, tensor in theirs.items():
+            first = whole.setdefault(name, tensor)
+            if first.is_floating_point() and first.isfinite().all() and tensor.isfinite().all():
+                apart = float((first.double() - tensor.double()).norm() / first.double().norm().clamp(min=1e-12))
+                if apart > 1e-6:
+                    raise RunFailedError(f"{name} on rank {rank} is {apart:.1e} away from that of the ranks before it.")
+    return whole

@@ -1,0 +1,57 @@
+"""`framework.Trainer` before it runs anything; runs of it are in tests/distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule
+from plans import make_plan
+
+from framework import Trainer, hookimpl, trainer
+from framework.plan import RunPlan
+from framework.plugin_manager import manager_for
+
+
+class Remembers:
+    """A component that finds in a later hook what it kept in an earlier one."""
+
+    def __init__(self) -> None:
+        self.rank: int | None = None
+        self.seen: list[Any] = []
+
+    @hookimpl
+    def on_worker_start(self, rank: int) -> None:
+        self.rank = rank
+
+    @hookimpl
+    def make_callbacks(self) -> list[Callback]:
+        self.seen.append(("make_callbacks", self.rank))
+        return []
+
+    @hookimpl
+    def check_model(self, model: LightningModule) -> list[Any]:
+        self.seen.append(("check_model", self.rank))
+        return []
+
+
+def test_a_component_is_one_object_in_all_hooks_of_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    plan = make_plan(1, run_dir=str(tmp_path))
+    manager, component = manager_for(plan), Remembers()
+    manager.register(component)
+    manager.hook.on_worker_start(plan=plan, rank=3)
+
+    def stop(built: Trainer, *args: Any, **kwargs: Any) -> None:
+        built.strategy.manager.hook.check_model(plan=plan, model=LightningModule())  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "fit", stop)
+    monkeypatch.setattr(trainer, "build_model", lambda plan: LightningModule())
+    monkeypatch.setattr(trainer.objects, "build", lambda spec: None)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(with_data(plan), manager)
+    assert component.seen == [("make_callbacks", 3), ("check_model", 3)]
+
+
+def with_data(plan: RunPlan) -> RunPlan:
+    return plan.with_(components={**plan.components, "data": {}})
