@@ -38,6 +38,7 @@ QUIET = {
 
 BOUNDS = Bounds()
 TIMEOUT_S = 300.0
+GOOD = ("equal", "refused", "caught")
 SHOWN = 8
 """Lines of a wrong mix in the table."""
 SHARE = 0.02
@@ -51,7 +52,8 @@ class Row:
     Attributes:
         mix: its words.
         ranks: processes.
-        verdict: `equal`, `wrong`, `failed` (it didn't run to its end) or `refused` (not legal).
+        verdict: `equal`, `wrong`, `failed` (it didn't run to its end) or `refused` (not legal); of a planted fault
+            `caught` or `missed`.
         worst: largest relative distance from the reference, over everything that is compared.
         seconds: that it took.
         initial_sha256: of its initial weights.
@@ -71,6 +73,7 @@ def flags_of(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Take the command's own flags out of what was typed."""
     parser = argparse.ArgumentParser(
         prog="python -m framework verify",
+        allow_abbrev=False,
         description="Train the composed model under a mix (or many), and hold it against a plain torch loop in one "
         "process: losses, gradient norms, first gradients, updates, buffers, initial weights.",
         epilog="Everything else is as for train: +strategy=fsdp model._target_=my_project.MyModule -cn recipe ...",
@@ -80,6 +83,13 @@ def flags_of(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="all|pairwise|PATTERN",
         help="all legal mixes, a cover of all pairs of words, or those that match ('*pp=zbv*'); else what is typed",
     )
+    parser.add_argument(
+        "--mutants",
+        nargs="?",
+        const="*",
+        metavar="PATTERN",
+        help="plant classic faults (those whose names match) one by one; each must be caught",
+    )
     parser.add_argument("--ranks", type=int, default=8, help="the most processes that a mix may have (8)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps (5)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -88,7 +98,9 @@ def flags_of(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; return 0 if every mix that ran is equal."""
+    """Run the command; return 0 if every mix that ran is equal, and every mutant caught."""
+    from framework.testing import WorkerPool
+
     flags, overrides = flags_of(words)
     unknown = [word for word in overrides if word.startswith("-")]
     if unknown:
@@ -98,17 +110,21 @@ def main(words: Sequence[str]) -> int:
         raise UsageError(
             f"--mixes={flags.mixes} goes through many mixes and {' '.join(asked)} chooses one. Type one of the two."
         )
-    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+    if flags.mutants and (overrides or flags.mixes):
+        given = " ".join([*overrides, *([f"--mixes={flags.mixes}"] if flags.mixes else [])])
+        raise UsageError(f"--mutants has mixes and a model of its own. Leave {given} out.")
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder, WorkerPool() as pool:
         composer = _Composer(flags, [word for word in overrides if word not in asked], folder)
-        rows = []
-        for row in _rows(composer, flags, asked):
+        oracle = _Oracle(pool, composer, flags.steps)
+        for row in _mutant_rows(oracle, flags.mutants) if flags.mutants else _rows(oracle, flags, asked):
             rows.append(row)
             print(_line(row), file=sys.stderr if flags.json else sys.stdout, flush=True)
     if flags.json:
         print(json.dumps(_summary(rows) | {"rows": [asdict(row) for row in rows]}, indent=1))
     else:
         _print_details(rows)
-    return EXIT_OK if all(row.verdict in ("equal", "refused") for row in rows) else EXIT_RUN_FAILED
+    return EXIT_OK if all(row.verdict in GOOD for row in rows) else EXIT_RUN_FAILED
 
 
 class _Composer:
@@ -130,14 +146,20 @@ class _Composer:
         self.config_name = flags.config_name
         self.rest = [*rest, *(f"{key}={value}" for key, value in kept.items())]
 
-    def __call__(self, words: Sequence[str], ranks: int) -> RunPlan:
-        """Return the plan; `ranks` 0 = as many as the words come to. What a recipe says about the mesh is left out."""
+    def __call__(self, words: Sequence[str], ranks: int, more: Sequence[str] = ()) -> RunPlan:
+        """Return the plan; what a recipe says about the mesh is left out.
+
+        Args:
+            words: of the mix.
+            ranks: 0 = as many as the words come to.
+            more: other words.
+        """
         from framework.compose import compose
 
         slots = {_slot(word) for word in words}
         off = [f"{slot}=none" for slot in _with_options() if slot not in slots]
         size = [f"devices={ranks}"] if ranks else []
-        return compose([*words, *off, *size, *self.rest], self.config_name)
+        return compose([*words, *off, *size, *more, *self.rest], self.config_name)
 
 
 def _slot(word: str) -> str:
@@ -165,58 +187,111 @@ def _chosen(flags: argparse.Namespace, asked: Sequence[str]) -> list[Mix]:
     return found
 
 
-def _rows(composer: _Composer, flags: argparse.Namespace, asked: Sequence[str]) -> Iterator[Row]:
-    """Yield a row for one process under the Trainer, then one for each mix; a refused one takes no time."""
-    from framework.testing import WorkerPool
-    from framework.verify import rank
+class _Oracle:
+    """Trains under mixes in one set of processes, and holds each against the reference of its model and data.
 
-    single = composer([], 1)
+    Args:
+        pool: of processes.
+        composer: makes plans.
+        steps: optimizer steps.
+    """
+
+    def __init__(self, pool: WorkerPool, composer: _Composer, steps: int) -> None:
+        self.pool = pool
+        self.composer = composer
+        self.steps = steps
+        self._truths: dict[tuple[str, ...], tuple[RunPlan, float, Outcome]] = {}
+
+    def truth(self, more: Sequence[str] = ()) -> tuple[RunPlan, float, Outcome]:
+        """Return the plan of one process, the learning rate, and what the reference shows; `more` as in `_Composer`."""
+        from framework.verify import rank
+
+        if tuple(more) not in self._truths:
+            single = self.composer([], 1, more)
+            first, batches = self._run(rank.begin, 1, single, self.steps)
+            # a step moves the weights by a few hundredths of their size, whatever the model
+            lr = SHARE * global_norm(first.initial.values()) / max(first.result.grad_norms[0], 1e-12)
+            model, clip = single.components["model"], single.trainer.get("gradient_clip_val")
+            want = self._run(rank.alone, 1, model, first.initial, batches, lr, clip)
+            self._truths[tuple(more)] = (single, lr, want)
+        return self._truths[tuple(more)]
+
+    def judge(self, mix: Mix, plan: RunPlan, more: Sequence[str] = (), mutant: str = "") -> Row:
+        """Train under a mix, with a planted fault if one is named, and hold it against the reference."""
+        from framework.testing import RanksError
+        from framework.verify import rank
+
+        _, lr, want = self.truth(more)
+        began = time.monotonic()
+        row = Row(mutant or str(mix), mix.ranks, "failed")
+        try:
+            got = self._run(rank.train, mix.ranks, plan, lr, mutant)
+        except RanksError as error:
+            row.lines = str(error).splitlines()[:3]
+        else:
+            found = distances(got.result, want.result, BOUNDS.floor) + _other_distances(got, want)
+            row.worst = max((one.distance for one in found), default=math.inf)
+            row.lines = [f"{one}{_named(one.ratio, plan)}" for one in found if not one.distance <= BOUNDS.gradient]
+            row.verdict = "wrong" if row.lines else "equal"
+            row.initial_sha256 = rank.sha256(got.initial)
+        row.seconds = time.monotonic() - began
+        return row
+
+    def _run(self, function: Any, ranks: int, *args: Any) -> Any:
+        return self.pool.run(function, ranks, *args, process_group=False, timeout=TIMEOUT_S)[0]
+
+
+def _rows(oracle: _Oracle, flags: argparse.Namespace, asked: Sequence[str]) -> Iterator[Row]:
+    """Yield a row for one process under the Trainer, then one for each mix; a refused one takes no time."""
     plans: list[tuple[Mix, RunPlan]] = []
     for mix in _chosen(flags, asked):
         try:
-            plan = composer(mix.words, mix.ranks)
+            plan = oracle.composer(mix.words, mix.ranks)
         except PlanError as refused:
+            if not flags.mixes:
+                raise
             yield Row(str(mix), mix.ranks, "refused", lines=str(refused).splitlines())
         else:
             plans.append((Mix(mix.words, plan.world_size), plan))
     if flags.mixes == "pairwise":
         cover = set(pairwise([mix for mix, _ in plans]))
         plans = [(mix, plan) for mix, plan in plans if mix in cover]
-    with WorkerPool() as pool:
-        (first, batches), *_ = pool.run(rank.begin, 1, single, flags.steps, process_group=False, timeout=TIMEOUT_S)
-        lr = SHARE * global_norm(first.initial.values()) / max(first.result.grad_norms[0], 1e-12)
-        model, clip = single.components["model"], single.trainer.get("gradient_clip_val")
-        want, *_ = pool.run(
-            rank.alone, 1, model, first.initial, batches, lr, clip, process_group=False, timeout=TIMEOUT_S
-        )
-        for mix, plan in [(Mix((), 1), single), *plans]:
-            yield _judge(pool, mix, plan, lr, want)
+    for mix, plan in [(Mix((), 1), oracle.truth()[0]), *plans]:
+        yield oracle.judge(mix, plan)
 
 
-def _judge(pool: WorkerPool, mix: Mix, plan: RunPlan, lr: float, want: Outcome) -> Row:
-    """Train under a mix and hold it against the reference."""
-    from framework.testing import RanksError
-    from framework.verify import rank
+def _mutant_rows(oracle: _Oracle, pattern: str) -> Iterator[Row]:
+    """Yield for each mutant its mix without the fault (once), then with it: `caught` or `missed`."""
+    from framework.verify.mutants import MUTANTS
 
-    began = time.monotonic()
-    row = Row(str(mix), mix.ranks, "failed")
-    try:
-        got, *_ = pool.run(rank.train, mix.ranks, plan, lr, process_group=False, timeout=TIMEOUT_S)
-    except RanksError as error:
-        row.lines = str(error).splitlines()[:3]
-    else:
-        found = distances(got.result, want.result, BOUNDS.floor) + _other_distances(got, want)
-        row.worst = max((one.distance for one in found), default=math.inf)
-        row.lines = [f"{one}{_named(one.ratio, plan)}" for one in found if not one.distance <= BOUNDS.gradient]
-        row.verdict = "wrong" if row.lines else "equal"
-        row.initial_sha256 = rank.sha256(got.initial)
-    row.seconds = time.monotonic() - began
-    return row
+    chosen = [mutant for mutant in MUTANTS if fnmatch(mutant.name, pattern)]
+    if not chosen:
+        names = ", ".join(f"'{mutant.name}'" for mutant in MUTANTS[:3])
+        raise UsageError(f"--mutants={pattern} matches none of {len(MUTANTS)} faults; they are called {names}, ...")
+    healthy: set[tuple[str, ...]] = set()
+    for mutant in chosen:
+        words = mutant.words.split()
+        of_mesh = tuple(word for word in words if _slot(word) in MESH_SLOTS)
+        more = (*mutant.base, *(word for word in words if word not in of_mesh))
+        plan = oracle.composer(of_mesh, 4 if "strategy.replicas=2" in of_mesh else 0, more)
+        mix = Mix(of_mesh, plan.world_size)
+        if (*of_mesh, *more) not in healthy:
+            healthy.add((*of_mesh, *more))
+            row = oracle.judge(mix, plan, more)
+            row.mix = mutant.words
+            yield row
+        row = oracle.judge(mix, plan, more, mutant.name)
+        row.verdict = {"equal": "missed", "wrong": "caught"}.get(row.verdict, row.verdict)
+        row.mix += f" ({mutant.words})"
+        yield row
 
 
 def _other_distances(got: Outcome, want: Outcome) -> list[Distance]:
-    """Compare what isn't in a `Result`: buffers, and the initial weights, bit by bit."""
+    """Compare what isn't in a `Result`: buffers, copies on several ranks, and the initial weights, bit by bit."""
     found = tensor_distances("buffer", got.buffers, want.buffers, BOUNDS.floor)
+    found += [
+        Distance("copy", name, apart, math.nan, f"{apart:.1e} away from rank 0's") for name, apart in got.apart.items()
+    ]
     for name, tensor in want.initial.items():
         if name not in got.initial or not torch.equal(got.initial[name], tensor):
             found.append(Distance("initial weights", name, math.inf, 1.0))
@@ -252,7 +327,7 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
 def _print_details(rows: Sequence[Row]) -> None:
     """Print why rows aren't equal, worst first in each, and the sum of it all."""
     for row in rows:
-        if row.verdict != "equal":
+        if row.verdict not in ("equal", "caught"):
             print(f"\n{row.verdict}: {row.mix}")
             print("\n".join(f"  {line}" for line in row.lines[:SHOWN]))
             if len(row.lines) > SHOWN:

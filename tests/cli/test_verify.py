@@ -1,0 +1,121 @@
+"""`python -m framework verify`: equal mixes pass, planted faults don't, what was typed wrong is a sentence."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from framework import cli
+from framework.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE
+from framework.verify import command, reference
+from framework.verify.mixes import every, pairwise
+from framework.verify.mutants import MUTANTS
+
+SMALL = [
+    "model.layers=2", "model.width=16", "model.heads=2", "model.hidden=32", "model.context=16", "global_batch_size=8",
+]  # fmt: skip
+OPTIONS = {"strategy": ["ddp", "fsdp"], "tp": ["dtensor"], "pp": ["gpipe", "zbv"]}
+
+
+def test_a_typed_mix_is_held_against_one_process(capsys):
+    assert cli.main(["verify", "+strategy=fsdp", "+tp=dtensor", *SMALL, "--steps", "2"]) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [["equal", "1"], ["equal", "4"]]
+    assert lines[-1] == "2 equal; 1 hash of initial weights"
+
+
+def test_many_mixes_as_json(capsys):
+    words = ["verify", "--mixes=*pp=gpipe", "--ranks", "2", "--json", "--steps", "2", *SMALL]
+    assert cli.main(words) == EXIT_OK
+    result = json.loads(capsys.readouterr().out)
+    assert result["verdicts"] == {"equal": 2}
+    assert [row["mix"] for row in result["rows"]] == ["one process", "pp=gpipe"]
+    assert len(result["initial_sha256"]) == 1
+
+
+@pytest.mark.slow
+def test_every_planted_fault_is_caught(capsys):
+    assert cli.main(["verify", "--mutants", "--steps", "3"]) == EXIT_OK
+    verdicts = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "ranks" in line]
+    assert verdicts.count("caught") == len(MUTANTS)
+
+
+def test_a_fault_that_changes_nothing_is_missed(capsys, monkeypatch):
+    from framework.verify import rank
+
+    monkeypatch.setattr(rank, "train", _healthy)
+    assert cli.main(["verify", "--mutants=ddp: the sum*", "--steps", "2"]) == EXIT_RUN_FAILED
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["equal", "missed"]
+    assert "missed: ddp: the sum instead of the mean (strategy=ddp)" in lines
+
+
+def _healthy(plan, lr, mutant):
+    from framework.verify.rank import _train
+
+    return _train(plan, lr)[0]
+
+
+def test_a_wrong_mix_names_what_differs(capsys, monkeypatch):
+    """`rank.train` of the real run has the fault in it."""
+    from framework.verify import rank
+
+    monkeypatch.setattr(rank, "train", _with_a_fault)
+    assert cli.main(["verify", "+strategy=ddp", *SMALL, "--steps", "2"]) == EXIT_RUN_FAILED
+    out = capsys.readouterr().out
+    assert "wrong: +strategy=ddp" in out
+    assert "first gradient tokens.weight: relative distance 1.0e+00, 2 times the wanted" in out
+    assert "(times the size of dp_replicate" in out
+
+
+def _with_a_fault(plan, lr, mutant):
+    from framework.verify.mutants import by_name
+    from framework.verify.rank import _train, nullcontext
+
+    with by_name("ddp: the sum instead of the mean") if plan.mesh.dp_replicate > 1 else nullcontext():
+        return _train(plan, lr)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mixes=all", "strategy=ddp"], "Type one of the two"),
+        (["--mixes=nothing"], "matches none of the"),
+        (["--mutants", "--mixes=all"], "Leave --mixes=all out"),
+        (["seed=3", "--mutants"], "Leave seed=3 out"),
+        (["--mutants=none*"], "matches none of"),
+        (["--mix=all"], "Type python -m framework verify --help"),
+        (["logger=csv"], "verify sets logger itself"),
+        (["strategy=fspd"], "fsdp"),
+    ],
+)
+def test_what_was_typed_wrong_is_one_sentence(words, said, capsys):
+    assert cli.main(["verify", *words]) == EXIT_USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_mixes_are_products_that_fit_and_pairs_are_covered():
+    mixes = list(every(OPTIONS, 8))
+    assert len(mixes) == len(set(mixes))
+    assert max(mix.ranks for mix in mixes) == 8
+    cover = pairwise(mixes)
+    assert len(cover) < len(mixes) / 2
+    for one, other in (("strategy=ddp", "pp=zbv"), ("tp.loss_parallel=true", "strategy.replicas=2")):
+        together = [mix for mix in mixes if one in mix.words and other in mix.words]
+        assert not together or [mix for mix in cover if one in mix.words and other in mix.words]
+
+
+def test_the_reference_imports_nothing_of_ours():
+    tree = ast.parse(Path(reference.__file__).read_text())
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    allowed = {"__future__", "collections", "contextlib", "dataclasses", "math", "typing", "torch"}
+    assert {module.partition(".")[0] for module in modules} <= allowed
+
+
+def test_there_are_enough_mutants_and_each_has_a_name_of_its_own():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 24
+    assert command.GOOD == ("equal", "refused", "caught")
