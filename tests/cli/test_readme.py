@@ -68,6 +68,8 @@ def shortened(command: str) -> list[str]:
     rest = words[3:]
     if (rest and rest[0] in ("plan", "plugins")) or "--help" in rest:
         return [sys.executable, "-m", "framework", *rest]
+    if rest and rest[0] == "verify":
+        return [sys.executable, "-m", "framework", *rest, "--steps", "2", "global_batch_size=8"]
     if "-m" in rest or any(word.startswith("run_dir=") for word in rest):
         rest = [re.sub(r"^(trainer\.max_steps=\d+)0$", r"\1", word) for word in rest]
         return [sys.executable, "-m", "framework", *rest, *SMALL]
