@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from framework import objects
 from framework.catalog import NONE, catalog
@@ -42,6 +43,7 @@ class Blueprint:
         here: whether the run is meant for this host and process; False: what only they can't do goes to `elsewhere`.
         elsewhere: why the plan couldn't start here.
         model: the LightningModule on the meta device, once `plan` has built it.
+        facts: what was found out about model and data then.
     """
 
     values: dict[str, Any]
@@ -53,6 +55,32 @@ class Blueprint:
     here: bool = True
     elsewhere: list[Problem] = field(default_factory=list)
     model: LightningModule | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def vary(self, words: Sequence[str], devices: int | str = "auto") -> Blueprint:
+        """Return this run under another mix, in milliseconds: nothing is composed again, model and facts are shared.
+
+        Args:
+            words: `slot=option`, `slot=none` and `slot.setting=value` for slots that are components.
+            devices: ranks in all.
+        """
+        values, choices = {**self.values, "devices": devices}, dict(self.choices)
+        for word in words:
+            key, _, text = word.partition("=")
+            slot, _, setting = key.partition(".")
+            if setting:
+                values[slot] = {**values[slot], setting: yaml.safe_load(text)}
+                continue
+            choices[slot] = text
+            values[slot] = None if text == NONE else self.option_values(slot, text, values)
+        return replace(self, values=values, choices=choices, problems=[], broken=set(), elsewhere=[])
+
+    def option_values(self, slot: str, option: str, values: Mapping[str, Any]) -> Any:
+        """Return the settings of an option's YAML, resolved in the tree of `values`."""
+        if "${" not in catalog().options[slot][option].text:
+            return dict(catalog().options[slot][option].values)
+        tree = OmegaConf.create({**values, slot: catalog().options[slot][option].values})
+        return OmegaConf.to_container(tree[slot], resolve=True)
 
     def plan(self, *, model: bool = True, before_model: Callable[[], None] | None = None) -> RunPlan:
         """Return the frozen plan.
@@ -75,20 +103,27 @@ class Blueprint:
             self.problems += unknown_arguments(slot, specs.get(slot) or {})
         if self.problems:
             raise PlanError(self.problems)  # at once: importing torch to find more would take seconds
-        draft = Draft(self, root, specs, components)
+        draft = Draft(self, root, specs, components, dict(self.facts))
+        if self.model is not None:
+            return draft.finish()
         if not model or draft.complaints():
             if not model or draft.result is None:
                 return draft.finish()
         elif before_model is not None:
             before_model()
+        self._build(specs, draft)
+        draft.facts |= self.facts
+        return draft.finish()
+
+    def _build(self, specs: Mapping[str, Any], draft: Draft) -> None:
+        """Build the model, and ask the data what it is."""
         for slot in OBJECT_SLOTS:
             spec = {name: value for name, value in (specs.get(slot) or {}).items() if name != "option"}
             self.problems += objects.check(slot, spec)
         if self.problems:
             raise PlanError([*draft.complaints(), *self.problems])
         self._build_model(specs["model"], draft)
-        draft.facts |= data_facts(specs["data"])
-        return draft.finish()
+        self.facts |= data_facts(specs["data"])
 
     def _root(self) -> DictConfig:
         """Check types and ranges of the root and of `trainer`."""
@@ -168,12 +203,12 @@ class Blueprint:
         if not hasattr(self.model, "training_step"):
             name = f"{type(self.model).__module__}.{type(self.model).__qualname__}"
             raise PlanError([Problem(f"model._target_={spec['_target_']}", f"{name} is no LightningModule")])
-        draft.facts |= {
+        self.facts |= {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "trainable": sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad),
         }
         if why_not:
-            draft.facts["built_with_weights"] = f"The model can't be built on the meta device ({why_not})"
+            self.facts["built_with_weights"] = f"The model can't be built on the meta device ({why_not})"
 
 
 def data_facts(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,9 +109,8 @@ class Draft:
 
     def _other(self, slot: str, option: str) -> tuple[dict[str, Any], Any] | None:
         """Describe and build an option that wasn't asked for, with the defaults of its YAML; None if that can't be."""
-        tree = OmegaConf.create({**self.blueprint.values, slot: catalog().options[slot][option].values})
         try:
-            value: Any = OmegaConf.to_container(tree[slot], resolve=True)
+            value = self.blueprint.option_values(slot, option, self.blueprint.values)
             spec, problems = describe_component(slot, option, value)
         except (OmegaConfBaseException, KeyError):
             return None

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from framework.errors import UsageError
 
@@ -43,9 +44,14 @@ class Entry:
 
 
 def snapshot(value: Scalar) -> Scalar:
-    """Return the number as it is now, float64, without waiting for a device that is still computing it."""
+    """Return the number as it is now, float64, without waiting for a device that is still computing it.
+
+    A DTensor becomes the whole value, which is collective over its mesh: `item` would give this rank's piece.
+    """
     if not isinstance(value, Tensor):
         return float(value)
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
     if value.is_cpu:
         return float(value.item())
     return value.detach().reshape(()).to(torch.float64, copy=True)
@@ -142,7 +148,8 @@ class Totals:
     def add(self, entries: Mapping[str, Entry], weight: Scalar) -> None:
         """Add one micro-step's entries; `weight` is that of its loss, unless `self.log` was given a batch size."""
         for name, entry in entries.items():
-            self._waiting.append((name, entry, weight if entry.batch_size is None else entry.batch_size))
+            own = weight if entry.batch_size is None else entry.batch_size
+            self._waiting.append((name, entry, snapshot(own)))  # its owner may go on counting in it
         if len(self._waiting) > self.WAITING:
             self.settle()
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from framework import preemption, process_groups
 from framework.adapters import lightning_private, torch_private
+from framework.adapters.torch_private import tree_map
 from framework.checkpoint import StateKeeper
 from framework.clipping import clip_
 from framework.data import Loaders
@@ -231,7 +232,7 @@ class MeshStrategy(ParallelStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; without a device there is nothing to move, unless the user has a hook of their own for it."""
         if self._nothing_to_move:
-            return batch
+            return tree_map(lambda leaf: leaf, batch)  # a module may change what it is given, not what the loader keeps
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _run(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -283,8 +284,9 @@ class MeshStrategy(ParallelStrategy):
         model: Any = self.model
         if isinstance(model, DistributedDataParallel) and not torch_private.reduction_finished(model):
             names = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
+            what = ", ".join(names) or "A parameter that was used before in this step"
             raise RunFailedError(
-                f"{', '.join(names)} got no gradient on rank {self.global_rank}, so gradients weren't reduced; type "
+                f"{what} got no gradient on rank {self.global_rank}, so gradients weren't reduced; type "
                 "strategy.find_unused_parameters=true, or freeze or remove what isn't used."
             )
 

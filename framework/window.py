@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from framework import preemption
 from framework.adapters import torch_private
@@ -49,6 +50,11 @@ def read_output(output: Any, batch: Any) -> tuple[Tensor | None, Scalar, bool]:
         raise UsageError(
             f"training_step returned {type(loss).__name__} as its loss; return a 0-dim tensor, "
             'or {"loss": mean, "weight": tokens}.'
+        )
+    if isinstance(loss, DTensor):
+        raise UsageError(
+            f"training_step returned a loss over sharded parameters (a DTensor, {loss.placements}), of which each rank "
+            "has a piece; leave that term to the optimizer (weight_decay), or type strategy=ddp."
         )
     if weight is None:
         return loss, float(batch_size(batch)), False
@@ -108,7 +114,7 @@ class Window:
         A batch that isn't `real` is a filler: this rank has no samples left but has to take part in the collectives.
         """
         loss, weight, weighted = read_output(output, batch)
-        self.totals.add(entries, weight if real else 0.0)
+        self.totals.add(entries if real else {}, weight)
         self._weight, value = numbers([weight if real else 0.0, math.nan if loss is None else loss])
         step = self.agree(None if loss is None else value, self._weight, weighted, stop)
         if self.reference is None:
@@ -138,7 +144,8 @@ class Window:
             self._on_bad_loss(loss)
         if self.last:
             for name, value, w, options in self.layout.unpack(metrics, self.totals, self.device):
-                if w > 0 or options["reduce_fx"] in ("min", "max"):
+                # an extreme that no rank logged in this step is infinite
+                if w > 0 or (options["reduce_fx"] in ("min", "max") and math.isfinite(value)):
                     self.recorder.replay(name, value, options, w)
             self.totals.clear()
         return step

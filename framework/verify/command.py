@@ -19,9 +19,10 @@ import torch
 from framework.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, UsageError
 from framework.plan import RunPlan
 from framework.verify.mixes import MESH_SLOTS, Mix, every, pairwise
-from framework.verify.reference import Bounds, Distance, distances, global_norm, tensor_distances
+from framework.verify.reference import Bounds, Distance, distances, global_norm, tensor_distances, unmoved
 
 if TYPE_CHECKING:
+    from framework.blueprint import Blueprint
     from framework.testing import WorkerPool
     from framework.verify.rank import Outcome
 
@@ -121,10 +122,13 @@ def main(words: Sequence[str]) -> int:
             rows.append(row)
             print(_line(row), file=sys.stderr if flags.json else sys.stdout, flush=True)
     if flags.json:
-        print(json.dumps(_summary(rows) | {"rows": [asdict(row) for row in rows]}, indent=1))
+        shown = [asdict(row) | {"worst": _finite(row.worst)} for row in rows]
+        print(json.dumps({"steps": flags.steps} | _summary(rows) | {"rows": shown}, indent=1, allow_nan=False))
     else:
         _print_details(rows)
-    return EXIT_OK if all(row.verdict in GOOD for row in rows) else EXIT_RUN_FAILED
+    ran = [row for row in rows if row.verdict != "refused"]
+    enough = len(ran) > 1 or not (asked or flags.mixes)  # the first is one process
+    return EXIT_OK if enough and all(row.verdict in GOOD for row in rows) else EXIT_RUN_FAILED
 
 
 class _Composer:
@@ -144,22 +148,32 @@ class _Composer:
         if clash:
             raise UsageError(f"verify sets {', '.join(sorted(clash))} itself. Leave that out.")
         self.config_name = flags.config_name
+        self._base: Blueprint | None = None
         self.rest = [*rest, *(f"{key}={value}" for key, value in kept.items())]
 
-    def __call__(self, words: Sequence[str], ranks: int, more: Sequence[str] = ()) -> RunPlan:
-        """Return the plan; what a recipe says about the mesh is left out.
+    def __call__(self, words: Sequence[str], more: Sequence[str] = ()) -> RunPlan:
+        """Return the plan of a mix that was typed; what a recipe says about the mesh is left out.
 
         Args:
             words: of the mix.
-            ranks: 0 = as many as the words come to.
             more: other words.
         """
         from framework.compose import compose
 
         slots = {_slot(word) for word in words}
         off = [f"{slot}=none" for slot in _with_options() if slot not in slots]
-        size = [f"devices={ranks}"] if ranks else []
-        return compose([*words, *off, *size, *more, *self.rest], self.config_name)
+        return compose([*words, *off, *more, *self.rest], self.config_name)
+
+    def vary(self, mix: Mix) -> RunPlan:
+        """Return the plan of a mix of the list: what was composed once is varied, which takes milliseconds."""
+        from framework.compose import blueprint, read
+
+        if self._base is None:
+            off = [f"{slot}=none" for slot in _with_options()]
+            base = blueprint(read([*off, "devices=1", "num_nodes=1", *self.rest], self.config_name))
+            base.plan()
+            self._base = base
+        return self._base.vary(mix.words, mix.ranks).plan()
 
 
 def _slot(word: str) -> str:
@@ -207,12 +221,21 @@ class _Oracle:
         from framework.verify import rank
 
         if tuple(more) not in self._truths:
-            single = self.composer([], 1, more)
+            single = self.composer(["devices=1"], more)
             first, batches = self._run(rank.begin, 1, single, self.steps)
+            if not first.result.grad_norms[0] > 0:
+                raise UsageError("The gradient of the first step is zero, so nothing can be verified: use other data.")
             # a step moves the weights by a few hundredths of their size, whatever the model
-            lr = SHARE * global_norm(first.initial.values()) / max(first.result.grad_norms[0], 1e-12)
-            model, clip = single.components["model"], single.trainer.get("gradient_clip_val")
-            want = self._run(rank.alone, 1, model, first.initial, batches, lr, clip)
+            learning = [first.initial[name] for name in first.result.first_gradients]
+            lr = SHARE * global_norm(learning) / first.result.grad_norms[0]
+            clip, by = (single.trainer.get(f"gradient_clip_{what}") for what in ("val", "algorithm"))
+            want = self._run(rank.alone, 1, single.components["model"], first, batches, lr, clip or None, by or "norm")
+            still = unmoved(want.result, BOUNDS)
+            if still:
+                print(
+                    f"Nothing is proven about {', '.join(still)}: they hardly move in {self.steps} steps.",
+                    file=sys.stderr,
+                )
             self._truths[tuple(more)] = (single, lr, want)
         return self._truths[tuple(more)]
 
@@ -230,7 +253,7 @@ class _Oracle:
             row.lines = str(error).splitlines()[:3]
         else:
             found = distances(got.result, want.result, BOUNDS.floor) + _other_distances(got, want)
-            row.worst = max((one.distance for one in found), default=math.inf)
+            row.worst = max((math.inf if math.isnan(one.distance) else one.distance for one in found), default=math.inf)
             row.lines = [f"{one}{_named(one.ratio, plan)}" for one in found if not one.distance <= BOUNDS.gradient]
             row.verdict = "wrong" if row.lines else "equal"
             row.initial_sha256 = rank.sha256(got.initial)
@@ -246,7 +269,7 @@ def _rows(oracle: _Oracle, flags: argparse.Namespace, asked: Sequence[str]) -> I
     plans: list[tuple[Mix, RunPlan]] = []
     for mix in _chosen(flags, asked):
         try:
-            plan = oracle.composer(mix.words, mix.ranks)
+            plan = oracle.composer.vary(mix) if flags.mixes else oracle.composer(mix.words)
         except PlanError as refused:
             if not flags.mixes:
                 raise
@@ -273,7 +296,7 @@ def _mutant_rows(oracle: _Oracle, pattern: str) -> Iterator[Row]:
         words = mutant.words.split()
         of_mesh = tuple(word for word in words if _slot(word) in MESH_SLOTS)
         more = (*mutant.base, *(word for word in words if word not in of_mesh))
-        plan = oracle.composer(of_mesh, 4 if "strategy.replicas=2" in of_mesh else 0, more)
+        plan = oracle.composer([*of_mesh, *(["devices=4"] if "strategy.replicas=2" in of_mesh else [])], more)
         mix = Mix(of_mesh, plan.world_size)
         if (*of_mesh, *more) not in healthy:
             healthy.add((*of_mesh, *more))
@@ -288,7 +311,7 @@ def _mutant_rows(oracle: _Oracle, pattern: str) -> Iterator[Row]:
 
 def _other_distances(got: Outcome, want: Outcome) -> list[Distance]:
     """Compare what isn't in a `Result`: buffers, copies on several ranks, and the initial weights, bit by bit."""
-    found = tensor_distances("buffer", got.buffers, want.buffers, BOUNDS.floor)
+    found = tensor_distances("buffer", got.buffers, want.buffers, 0.0)
     found += [
         Distance("copy", name, apart, math.nan, f"{apart:.1e} away from rank 0's") for name, apart in got.apart.items()
     ]
@@ -311,6 +334,10 @@ def _named(ratio: float, plan: RunPlan) -> str:
         if names:
             return f" ({text} {' or '.join(names)})"
     return ""
+
+
+def _finite(number: float | None) -> float | str | None:
+    return number if number is None or math.isfinite(number) else "infinite"
 
 
 def _line(row: Row) -> str:

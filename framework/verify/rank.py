@@ -39,6 +39,7 @@ class Outcome:
         result: losses, gradient norms, first gradients, updates.
         initial: whole initial parameters by name.
         buffers: whole buffers at the end by name.
+        initial_buffers: those at the start.
         quieted: modules whose dropout was switched off.
         apart: relative distances of what two ranks hold and should be equal, by name.
     """
@@ -46,6 +47,7 @@ class Outcome:
     result: Result
     initial: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    initial_buffers: dict[str, Tensor] = field(default_factory=dict)
     quieted: list[str] = field(default_factory=list)
     apart: dict[str, float] = field(default_factory=dict)
 
@@ -83,6 +85,7 @@ class Watch(Callback):
 
     def __init__(self) -> None:
         self.initial: dict[str, Tensor] = {}
+        self.initial_buffers: dict[str, Tensor] = {}
         self.final: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
@@ -94,6 +97,7 @@ class Watch(Callback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep the initial weights."""
         self.initial = self._gathered("initial", pl_module.named_parameters())
+        self.initial_buffers = self._gathered("initial buffer", pl_module.named_buffers())
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Keep the gradients, before clipping."""
@@ -139,7 +143,11 @@ def begin(plan: RunPlan, steps: int) -> tuple[Outcome, list[Any]]:
     size = plan.batch.global_batch_size
     dataset, count = loader.dataset, steps * size
     stream = isinstance(dataset, IterableDataset)
-    rows = list(islice(iter(dataset), count)) if stream else range(len(dataset))[:count]
+    if stream:
+        rows: Any = list(islice(iter(dataset), count))
+    else:  # of a sampler of the user's own, its order
+        own = loader.batches.order(0) if getattr(loader.batches, "how", "") == "own sampler" else range(len(dataset))
+        rows = own[:count]
     if len(rows) < count:
         raise RunFailedError(f"{steps} steps of {size} samples need {count}, and the training data has {len(rows)}.")
     pieces = [rows[at : at + size] for at in range(0, count, size)]
@@ -162,22 +170,29 @@ def _train(plan: RunPlan, lr: float) -> tuple[Outcome, Trainer]:
     trainer.fit(model, datamodule=objects.build(plan.components["data"]))
     updates = {name: watch.final[name].double() - start.double() for name, start in watch.initial.items()}
     result = Result(watch.losses, watch.norms, watch.gradients, updates)
-    return Outcome(result, watch.initial, watch.buffers, quieted, watch.apart), trainer
+    return Outcome(result, watch.initial, watch.buffers, watch.initial_buffers, quieted, watch.apart), trainer
 
 
-def alone(spec: Mapping[str, Any], initial: Mapping[str, Tensor], batches: list[Any], lr: float, clip: Any) -> Outcome:
+def alone(
+    spec: Mapping[str, Any], start: Outcome, batches: list[Any], lr: float, clip: float | None, by: str
+) -> Outcome:
     """Train in one process without a Trainer: the truth that mixes are held against.
 
     Args:
         spec: of the model.
-        initial: its weights.
+        start: has its initial weights and buffers.
         batches: one global batch a step.
         lr: learning rate.
-        clip: bound of the gradient norm; None = none.
+        clip: bound of the gradient; None = none.
+        by: what is bounded: `norm`, `inf_norm` or `value`.
     """
-    model = as_module(objects.build(spec), spec).double()
+    torch.set_default_dtype(torch.float64)  # what a step method makes anew is as wide as under precision=fp64
+    model = as_module(objects.build(spec), spec)
+    model.configure_model()
+    model.setup("fit")
+    model.double()
     quiet_dropout(model)
-    model.load_state_dict(dict(initial), strict=False)
+    _load(model, start)
     for name in ("log", "log_dict"):
         setattr(model, name, _log_nothing)
     takes_index = len(inspect.signature(model.training_step).parameters) > 1
@@ -187,12 +202,28 @@ def alone(spec: Mapping[str, Any], initial: Mapping[str, Tensor], batches: list[
         output = module.training_step(batch, *([next(number)] if takes_index else []))
         if not isinstance(output, Mapping):
             return output, 1.0
-        return output["loss"], float(output.get("weight", 1.0))
+        weight = output.get("weight")
+        return output["loss"], 1.0 if weight is None else float(weight)
 
-    result = reference.train(
-        model, [[tree_map(_wide, batch)] for batch in batches], loss_of, lr=lr, momentum=MOMENTUM, clip=clip
-    )
-    return Outcome(result, dict(initial), {name: buffer.clone() for name, buffer in model.named_buffers()})
+    steps = [[tree_map(_wide, batch)] for batch in batches]
+    result = reference.train(model, steps, loss_of, lr=lr, momentum=MOMENTUM, clip=clip, clip_algorithm=by)
+    return Outcome(result, start.initial, {name: buffer.clone() for name, buffer in model.named_buffers()})
+
+
+def _load(model: nn.Module, start: Outcome) -> None:
+    """Give `model` the weights and buffers of `start`."""
+    with torch.no_grad():
+        for named, values in (
+            (dict(model.named_parameters()), start.initial),
+            (dict(model.named_buffers()), start.initial_buffers),
+        ):
+            if set(named) != set(values):
+                raise RunFailedError(
+                    f"Built without a Trainer the model has {sorted(set(named) ^ set(values))} too many or too few, so "
+                    "it can't be verified."
+                )
+            for name, tensor in named.items():
+                tensor.copy_(values[name])
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
@@ -219,6 +250,8 @@ def gathered(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], di
     for rank, theirs in enumerate(everyone):
         for name, tensor in theirs.items():
             first = whole.setdefault(name, tensor)
+            if torch.equal(first, tensor):
+                continue
             distance = float((first.double() - tensor.double()).norm() / first.double().norm().clamp(min=1e-12))
             if not distance <= SAME:
                 apart.setdefault(f"{name} on rank {rank}", distance)

@@ -57,6 +57,7 @@ class Sometimes(Scalar):
         rank = self.trainer.global_rank
         if rank == 1 and batch_idx == 2:
             self.log("rare", 7.0)
+            self.log("peak", 7.0, reduce_fx="max")
         self.log("largest", float(rank), reduce_fx="max")
         self.log("smallest", float(rank) + 1, reduce_fx="min")
         self.log("total", 2.0, reduce_fx="sum")
@@ -66,6 +67,7 @@ class Sometimes(Scalar):
 def test_p40_late_keys_and_other_reductions(pool):
     for seen in pool.run(fit_and_watch, 2, make_plan(2, strategy="ddp"), Sometimes, tokens(*[[1.0]] * 8)):
         assert [step.get("rare") for step in seen] == [None, None, 7.0, 7.0]
+        assert [step.get("peak") for step in seen] == [None, None, 7.0, 7.0]
         assert {(step["largest"], step["smallest"], step["total"]) for step in seen} == {(1.0, 1.0, 4.0)}
 
 

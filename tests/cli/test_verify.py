@@ -79,6 +79,62 @@ def _with_a_fault(plan, lr, mutant):
         return _train(plan, lr)[0]
 
 
+STRANGER = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Stranger(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(4, 6)
+        self.frozen.requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf"), 0.0]))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("noise", torch.rand(6), persistent=False)
+
+    def setup(self, stage):
+        self.loss = nn.MSELoss()
+
+    def training_step(self, batch):
+        x, y = batch.pop("x"), batch.pop("y")
+        x = self.frozen(x) + torch.arange(6) / 7 + self.noise
+        for layer in self.layers:
+            x = layer(x).tanh()
+        self.calls += 1
+        loss = self.loss(x, y)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        x, y = torch.randn(2, 64, 6, generator=torch.Generator().manual_seed(1))
+        return DataLoader([{"x": a[:4], "y": b} for a, b in zip(x, y)])
+"""
+
+
+def test_a_strangers_module_with_everything_that_is_odd(capsys, tmp_path, monkeypatch):
+    """Frozen weights, infinite and whole buffers, `setup`, no batch number, a batch taken apart, numbers made anew."""
+    (tmp_path / "strangers_module.py").write_text(STRANGER)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = ["model._target_=strangers_module.Stranger", "data._target_=strangers_module.Data"]
+    assert cli.main(["verify", "+strategy=ddp", *mine, "--steps", "3"]) == EXIT_OK, capsys.readouterr()
+    assert cli.main(["verify", "+strategy=fsdp", *mine, "--steps", "3"]) == EXIT_OK, capsys.readouterr()
+
+
+def test_nothing_but_refusals_is_no_success(capsys):
+    assert cli.main(["verify", "--mixes=*dualpipev*tp.size=4*", "--ranks", "2", *SMALL]) == EXIT_USAGE
+    assert cli.main(["verify", "--mixes=pp=zbv", "--ranks", "2", "--steps", "1", *SMALL]) == EXIT_RUN_FAILED
+    assert "refused" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

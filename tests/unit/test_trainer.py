@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule
 from plans import make_plan
 
@@ -51,6 +52,16 @@ def test_a_component_is_one_object_in_all_hooks_of_a_process(monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         trainer.run(with_data(plan), manager)
     assert component.seen == [("make_callbacks", 3), ("check_model", 3)]
+
+
+def test_a_step_may_change_its_batch_and_not_what_the_loader_keeps(tmp_path: Any) -> None:
+    strategy: Any = Trainer(make_plan(1, run_dir=str(tmp_path))).strategy
+    strategy._nothing_to_move = True
+    kept = {"x": torch.ones(2), "more": [1]}
+    given = strategy.batch_to_device(kept)
+    assert given.pop("x") is kept["x"]
+    given["more"].append(2)
+    assert kept["more"] == [1]
 
 
 def with_data(plan: RunPlan) -> RunPlan:
