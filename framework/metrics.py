@@ -153,9 +153,10 @@ class Totals:
         if len(self._waiting) > self.WAITING:
             self.settle()
 
-    def settle(self) -> None:
-        """Add up what waits; waits for the device that computes it."""
-        found = numbers([number for _, entry, weight in self._waiting for number in (entry.value, weight)])
+    def settle(self, *more: Scalar) -> list[float]:
+        """Add up what waits, and return `more` as numbers: the one wait for the device that computes all this."""
+        found = numbers([*(number for _, entry, w in self._waiting for number in (entry.value, w)), *more])
+        found, rest = found[: 2 * len(self._waiting)], found[2 * len(self._waiting) :]
         for (name, entry, _), value, w in zip(self._waiting, found[::2], found[1::2], strict=True):
             # without valid tokens there is no mean, often it is NaN
             new = value if entry.reduction != "mean" else value * w if w > 0 else 0.0
@@ -166,6 +167,7 @@ class Totals:
             before, before_w, _ = self.entries[name]
             self.entries[name] = (add(before, new), before_w + w, entry)
         self._waiting.clear()
+        return rest
 
     def clear(self) -> None:
         """Start afresh."""

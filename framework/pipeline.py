@@ -23,7 +23,7 @@ from framework.adapters.torch_private import tree_leaves, tree_map
 from framework.errors import UsageError
 from framework.evaluation import Piece
 from framework.mesh import Mesh
-from framework.metrics import Entry, Scalar, numbers
+from framework.metrics import Entry, Scalar
 from framework.parts import ModelPart
 from framework.plan import RunPlan
 from framework.stages import Stage
@@ -190,8 +190,8 @@ class Pipeline:
             found = [results[index] for index in sorted(results)]
             for result in found:
                 window.totals.add(result.entries, result.weight)
-            weights = numbers([result.weight for result in found])
-            losses = numbers([result.loss for result in found])
+            read = window.totals.settle(*(result.weight for result in found), *(result.loss for result in found))
+            weights, losses = read[: len(found)], read[len(found) :]
             weight = sum(weights)
             loss = sum(one * w for one, w in zip(losses, weights, strict=True) if w > 0) / weight if weight else 0.0
             weighted = any(result.weighted for result in found)

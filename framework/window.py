@@ -26,7 +26,7 @@ from framework import preemption
 from framework.adapters import torch_private
 from framework.adapters.torch_private import foreach_mul_, tree_leaves
 from framework.errors import RunFailedError, UsageError
-from framework.metrics import Entry, Layout, Recorder, Scalar, Totals, numbers
+from framework.metrics import Entry, Layout, Recorder, Scalar, Totals
 from framework.plan import RunPlan
 from framework.precision import local
 from framework.step_agreement import Step, agree
@@ -115,7 +115,7 @@ class Window:
         """
         loss, weight, weighted = read_output(output, batch)
         self.totals.add(entries if real else {}, weight)
-        self._weight, value = numbers([weight if real else 0.0, math.nan if loss is None else loss])
+        self._weight, value = self.totals.settle(weight if real else 0.0, math.nan if loss is None else loss)
         step = self.agree(None if loss is None else value, self._weight, weighted, stop)
         if self.reference is None:
             self.reference = step.weight / (self.plan.mesh.data_ranks * self.plan.mesh.cp) or None
@@ -124,8 +124,10 @@ class Window:
         return output
 
     def agree(self, loss: float | None, weight: float, weighted: bool, stop: bool) -> Step:
-        """One all-reduce over the world; applies what it says about stopping and about bad losses, replays metrics."""
-        self.totals.settle()
+        """One all-reduce over the world; applies what it says about stopping and about bad losses, replays metrics.
+
+        `totals` must be settled.
+        """
         step, metrics = agree(
             loss=loss,
             weight=weight,
