@@ -9,7 +9,7 @@ import time
 from collections import deque
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import psutil
 import torch
@@ -27,6 +27,7 @@ WRITE_EVERY_S = 5.0
 """A killed run loses at most this much of its summary."""
 
 
+@runtime_checkable
 class Counter(Protocol):
     """What `framework.window.Window` knows after each optimizer step, on the host and for all ranks alike."""
 
@@ -64,6 +65,7 @@ class Report(Callback):
         """Weight of those steps over all ranks; stays 0 if the module returns none."""
         self._counted = 0.0
         self._marks: deque[tuple[float, float, int]] = deque([(0.0, 0.0, 0)], maxlen=20)
+        self._window: Counter | None = None
         self._since: float | None = None
         self._paused = 0.0
         self._validating = 0.0
@@ -83,6 +85,8 @@ class Report(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where this attempt begins, how many parameters there are, and what an earlier attempt measured."""
         self.timeline["train_start"] = time.time()
+        window = getattr(trainer.strategy, "window", None)
+        self._window = window if isinstance(window, Counter) else None  # asked once: each step it would cost 90 us
         self.clock.start_step = self.clock.step = trainer.global_step
         self.clock.count_samples = lambda: self._samples(trainer)
         old = read_summary(Path(self.plan.run_dir) / WORKER_SUMMARY) if trainer.is_global_zero else {}
@@ -200,7 +204,7 @@ class Report(Callback):
 
     def _count(self, trainer: Trainer, warm: bool) -> None:
         """Take over loss and weight of the optimizer step that just ended; without them, what the module logged."""
-        window: Counter | None = getattr(trainer.strategy, "window", None)
+        window = self._window
         if window is not None and window.counted > 0:
             self.loss = window.loss if window.loss is not None else self.loss
             weight, self._counted = window.counted - self._counted, window.counted

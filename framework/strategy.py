@@ -158,10 +158,10 @@ class MeshStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._check_module(module, trainer)
         self._seed = MicroStepSeeds(self.plan, self.global_rank)
+        users = [user for user in (module, getattr(trainer, "datamodule", None)) if user is not None]
+        hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
         self._nothing_to_move = self.root_device.type == "cpu" and not any(
-            is_overridden(hook, module) or (data is not None and is_overridden(hook, data))
-            for hook in ("transfer_batch_to_device", "on_after_batch_transfer")
-            for data in (getattr(trainer, "datamodule", None),)
+            is_overridden(hook, user) for hook in hooks for user in users
         )
         if not self.parts or self.parts[0].root is not module:
             self.parts = parallelize(module, self.manager.hook, self.mesh, self.plan, precision, self.root_device)

@@ -1,16 +1,17 @@
-"""Modules, data and a probe as a user would write them: nothing here knows the framework."""
+"""Modules, data and a probe as a user would write them; only to put pieces together the probe asks the framework."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from framework.verify import rank
 
 
 class Scalar(LightningModule):
@@ -152,21 +153,8 @@ class Probe(Callback):
 
 def gathered(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return whole tensors by name, from whichever ranks have them; raise if two ranks that have one don't agree."""
-    mine = {
-        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
-        for name, tensor in named
-        if not tensor.is_meta
-    }
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    everyone: list[Mapping[str, Tensor]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    whole: dict[str, Tensor] = {}
-    for rank, theirs in enumerate(everyone):
-        for name, tensor in theirs.items():
-            first = whole.setdefault(name, tensor)
-            if first.isfinite().all() and tensor.isfinite().all():
-                apart = float((first.double() - tensor.double()).norm() / first.double().norm().clamp(min=1e-12))
-                if apart > 1e-6:
-                    raise AssertionError(f"{name} on rank {rank} is {apart:.1e} away from that of the ranks before")
+    whole, apart = rank.gathered(named)
+    for name, distance in apart.items():
+        if distance > 1e-6:
+            raise AssertionError(f"{name} is {distance:.1e} away from that of the ranks before")
     return whole

@@ -40,7 +40,6 @@ class Outcome:
         initial: whole initial parameters by name.
         buffers: whole buffers at the end by name.
         initial_buffers: those at the start.
-        quieted: modules whose dropout was switched off.
         apart: relative distances of what two ranks hold and should be equal, by name.
     """
 
@@ -48,7 +47,6 @@ class Outcome:
     initial: dict[str, Tensor]
     buffers: dict[str, Tensor]
     initial_buffers: dict[str, Tensor] = field(default_factory=dict)
-    quieted: list[str] = field(default_factory=list)
     apart: dict[str, float] = field(default_factory=dict)
 
 
@@ -67,17 +65,13 @@ def sgd(model: LightningModule, lr: float) -> Any:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=MOMENTUM)
 
 
-def quiet_dropout(model: nn.Module) -> list[str]:
+def quiet_dropout(model: nn.Module) -> None:
     """Switch dropout off, in modules of torch's and in whatever keeps its rate in an attribute `dropout`."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, DROPOUT) and module.p:
+    for module in model.modules():
+        if isinstance(module, DROPOUT):
             module.p = 0.0
-            found.append(name)
-        elif isinstance(getattr(module, "dropout", None), float) and module.dropout:
-            module.dropout = 0.0
-            found.append(name)
-    return found
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0  # type: ignore[assignment]
 
 
 class Watch(Callback):
@@ -163,14 +157,15 @@ def _samples(dataset: Any, indices: Iterable[int]) -> Any:
 
 def _train(plan: RunPlan, lr: float) -> tuple[Outcome, Trainer]:
     model = build_model(plan)
-    quieted = quiet_dropout(model)
+    quiet_dropout(model)
+    # on the instance: the user's class stays as it is
     model.configure_optimizers = partial(sgd, model, lr)  # type: ignore[method-assign]
     watch = Watch()
     trainer = Trainer(plan, callbacks=[watch], logger=False)
     trainer.fit(model, datamodule=objects.build(plan.components["data"]))
     updates = {name: watch.final[name].double() - start.double() for name, start in watch.initial.items()}
     result = Result(watch.losses, watch.norms, watch.gradients, updates)
-    return Outcome(result, watch.initial, watch.buffers, watch.initial_buffers, quieted, watch.apart), trainer
+    return Outcome(result, watch.initial, watch.buffers, watch.initial_buffers, watch.apart), trainer
 
 
 def alone(

@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from figures import keep
 
 from framework import cli
 from framework.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE
@@ -19,6 +20,14 @@ SMALL = [
     "model.layers=2", "model.width=16", "model.heads=2", "model.hidden=32", "model.context=16", "global_batch_size=8",
 ]  # fmt: skip
 OPTIONS = {"strategy": ["ddp", "fsdp"], "tp": ["dtensor"], "pp": ["gpipe", "zbv"]}
+
+
+@pytest.mark.campaign
+def test_campaign_of_all_mixes(capsys):
+    """Figures with commit go to `tests/campaign/mixes.json`; `tools/mix_docs.py` makes docs/mixes.md of them."""
+    code = cli.main(["verify", "--mixes=all", "--json"])
+    keep("mixes", json.loads(capsys.readouterr().out))
+    assert code == EXIT_OK
 
 
 def test_a_typed_mix_is_held_against_one_process(capsys):
@@ -75,9 +84,11 @@ def test_a_wrong_mix_names_what_differs(capsys, monkeypatch):
 
 def _with_a_fault(plan, lr, mutant):
     from framework.verify.mutants import by_name
-    from framework.verify.rank import _train, nullcontext
+    from framework.verify.rank import _train
 
-    with by_name("ddp: the sum instead of the mean") if plan.mesh.dp_replicate > 1 else nullcontext():
+    if plan.world_size == 1:
+        return _train(plan, lr)[0]
+    with by_name("ddp: the sum instead of the mean"):
         return _train(plan, lr)[0]
 
 
@@ -147,6 +158,7 @@ def test_nothing_but_refusals_is_no_success(capsys):
         (["--mutants=none*"], "matches none of"),
         (["--mix=all"], "Type python -m framework verify --help"),
         (["logger=csv"], "verify sets logger itself"),
+        (["precision=bf16-mixed"], "verify sets precision itself"),
         (["strategy=fspd"], "fsdp"),
     ],
 )

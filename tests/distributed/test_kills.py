@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ from typing import Any
 import kills
 import pytest
 import torch
+from figures import keep
 from kills import MIXES, MOMENTS
 
 from framework.launch import prewarm
 
 SEED = 20
-CAMPAIGN = Path(__file__).parents[1] / "campaign" / "kills.json"
 BOUND = 1e-6
 """Relative, in fp32; a repeated or skipped batch makes 1e-2 and more."""
 
@@ -113,10 +111,8 @@ def test_campaign_of_kills(tmp_path: Path, undisturbed: Reference) -> None:
             moment = MOMENTS[number % len(MOMENTS)]
             planned = [kills.draw(chance, mix, moment)]
             rows.append(measure(mix, planned, tmp_path / f"{mix}-{number}".replace(" ", "_"), undisturbed))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     seconds = [second for row in rows for second in row["kill_to_first_step_s"] if second is not None]
     figures = {
-        "commit": commit,
         "seed": SEED,
         "cores": os.cpu_count(),
         "kills": len(rows),
@@ -125,6 +121,5 @@ def test_campaign_of_kills(tmp_path: Path, undisturbed: Reference) -> None:
         "kill_to_first_step_s": {"median": statistics.median(seconds), "max": max(seconds)},
         "rows": rows,
     }
-    CAMPAIGN.parent.mkdir(exist_ok=True)
-    CAMPAIGN.write_text(json.dumps(figures, indent=1) + "\n")
+    keep("kills", figures)
     assert figures["survived"] == len(rows), [row for row in rows if not row["survived"]]
