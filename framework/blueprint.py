@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from framework import objects
 from framework.catalog import NONE, catalog
@@ -44,6 +46,8 @@ class Blueprint:
         elsewhere: why the plan couldn't start here.
         model: the LightningModule on the meta device, once `plan` has built it.
         facts: what was found out about model and data then.
+        described: options that were held against their dataclass, by slot, option and values; of all variations.
+        roots: the same for the root and `trainer`, of those without a complaint.
     """
 
     values: dict[str, Any]
@@ -56,6 +60,8 @@ class Blueprint:
     elsewhere: list[Problem] = field(default_factory=list)
     model: LightningModule | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    described: dict[str, tuple[dict[str, Any], list[Problem]]] = field(default_factory=dict)
+    roots: dict[str, DictConfig] = field(default_factory=dict)
 
     def vary(self, words: Sequence[str], devices: int | str = "auto") -> Blueprint:
         """Return this run under another mix, in milliseconds: nothing is composed again, model and facts are shared.
@@ -81,6 +87,15 @@ class Blueprint:
             return dict(catalog().options[slot][option].values)
         tree = OmegaConf.create({**values, slot: catalog().options[slot][option].values})
         return OmegaConf.to_container(tree[slot], resolve=True)
+
+    def option(self, slot: str, name: str) -> tuple[dict[str, Any], Any] | None:
+        """Describe and build an option that wasn't asked for, with the defaults of its YAML; None if that can't be."""
+        try:
+            spec, problems = self._describe(slot, name, self.option_values(slot, name, self.values))
+        except (OmegaConfBaseException, KeyError):
+            return None
+        built = None if problems else instance(slot, spec, problems)
+        return None if problems else (spec, built)
 
     def plan(self, *, model: bool = True, before_model: Callable[[], None] | None = None) -> RunPlan:
         """Return the frozen plan.
@@ -128,6 +143,9 @@ class Blueprint:
     def _root(self) -> DictConfig:
         """Check types and ranges of the root and of `trainer`."""
         plain = {name: self.values[name] for name in settings() if name in self.values and name != "trainer"}
+        key = f"{plain!r} {self.values.get('trainer')!r}"
+        if key in self.roots:
+            return self.roots[key]
         root, problems = typed(RunConfig, plain)
         said = {problem.setting.partition("=")[0].lstrip("+") for problem in self.problems}
         given = {
@@ -144,6 +162,8 @@ class Blueprint:
         path = root.ckpt_path
         if path is not None and path != "last" and "://" not in path and not Path(path).exists():
             self.problems.append(Problem(f"ckpt_path={path}", "there is no such file or folder"))
+        if not self.problems:
+            self.roots[key] = root
         return root
 
     # -- options ---------------------------------------------------------------------------------------------------
@@ -176,10 +196,17 @@ class Blueprint:
                     self.problems.append(Problem(f"{slot}.option", "the name is taken; the argument must be renamed"))
                 specs[slot] = {"_target_": value["_target_"], "option": self.choices.get(slot, "custom"), **value}
             else:
-                spec, problems = describe_component(slot, self.choices.get(slot, "custom"), value)
+                spec, problems = self._describe(slot, self.choices.get(slot, "custom"), value)
                 self.problems += problems
                 specs[slot] = spec
         return specs
+
+    def _describe(self, slot: str, option: str, value: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+        key = f"{slot}={option} {value!r}"
+        if key not in self.described:
+            self.described[key] = describe_component(slot, option, value)
+        spec, problems = self.described[key]
+        return copy.deepcopy(spec), list(problems)
 
     def _list(self, slot: str, value: Any) -> dict[str, Any]:
         """Describe loggers or callbacks: name -> description."""

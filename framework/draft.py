@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from framework import legality
 from framework.catalog import catalog
 from framework.errors import FrameworkError, PlanError, Problem
 from framework.legality import Mix
-from framework.options import describe_component, instance
 from framework.plan import Requirements, RunPlan
 from framework.planner import plan_batch, plan_mesh
 from framework.plugin_manager import OBJECT_SLOTS, ask_each, manager_of
@@ -102,20 +100,10 @@ class Draft:
         found = set()
         for slot, options in catalog().options.items():
             for name in options if slot not in OBJECT_SLOTS else ():
-                built = self._other(slot, name)
+                built = self.blueprint.option(slot, name)
                 if built is not None and words & _gives(built[1]):
                     found.add(slot)
         return found
-
-    def _other(self, slot: str, option: str) -> tuple[dict[str, Any], Any] | None:
-        """Describe and build an option that wasn't asked for, with the defaults of its YAML; None if that can't be."""
-        try:
-            value = self.blueprint.option_values(slot, option, self.blueprint.values)
-            spec, problems = describe_component(slot, option, value)
-        except (OmegaConfBaseException, KeyError):
-            return None
-        built = None if problems else instance(slot, spec, problems)
-        return None if problems else (spec, built)
 
     def _plan(self, manager: pluggy.PluginManager) -> RunPlan:
         """Do the arithmetic and freeze.
@@ -171,7 +159,7 @@ class Draft:
             if self.mix.get(slot) == option:
                 specs[slot], components[slot] = self.specs[slot], self.components[slot]
                 continue
-            other = self._other(slot, option)
+            other = self.blueprint.option(slot, option)
             if other is None:
                 return False
             specs[slot], components[slot] = other

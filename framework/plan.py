@@ -173,13 +173,15 @@ class Requirements:
 
     The words that a chosen option `fsdp` of slot `strategy` always gives are `strategy` and `strategy=fsdp`. Others are
     free: `tied_weights`, `meta_init`, `bf16`. `needs` must all be given by some chosen option; `excludes` by none.
-    `why` maps a needed or excluded word to the reason shown to the user.
+    `why` maps a needed or excluded word to the reason shown to the user. `variants` are settings (`sharding=...`,
+    several in one text parted by spaces) that make the option another mix: `verify --mixes=all` goes through them.
     """
 
     needs: frozenset[str] = frozenset()
     gives: frozenset[str] = frozenset()
     excludes: frozenset[str] = frozenset()
     why: Mapping[str, str] = field(default_factory=dict)
+    variants: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
@@ -34,7 +34,7 @@ DISTRIBUTION = "lightning-framework"
 OBJECT_SLOTS = ("model", "data", *LIST_SLOTS)
 """Slots that hold objects of the user's own classes rather than component plugins."""
 
-COMMANDS = ("train", "validate", "plan", "plugins")
+COMMANDS = ("train", "validate", "plan", "plugins", "verify")
 """Names that a package's command can't have."""
 
 
@@ -233,9 +233,25 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+class _Manager(pluggy.PluginManager):
+    """Looks for a class's hooks once: pluggy asks for each attribute of each instance, some hundred a plan."""
+
+    _hooks: ClassVar[dict[type, dict[str, pluggy.HookimplOpts]]] = {}
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        """Return the options of a hook that `plugin` implements under `name`; None = it is no hook."""
+        cls = type(plugin)
+        if cls is ModuleType:
+            return super().parse_hookimpl_opts(plugin, name)
+        if cls not in self._hooks:
+            found = {name: super(_Manager, self).parse_hookimpl_opts(plugin, name) for name in dir(cls)}
+            self._hooks[cls] = {name: options for name, options in found.items() if options is not None}
+        return self._hooks[cls].get(name)
+
+
 def new_manager() -> pluggy.PluginManager:
     """Return an empty manager that knows the core's hooks, tracing if the user asked for that."""
-    manager = pluggy.PluginManager(PROJECT)
+    manager = _Manager(PROJECT)
     for spec in SPECS:
         manager.add_hookspecs(spec)
     if os.environ.get("FRAMEWORK_TRACE_HOOKS", "") not in ("", "0"):

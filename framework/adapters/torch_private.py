@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -156,6 +157,15 @@ def forget_meshes() -> None:
 def storage_id(tensor: Tensor) -> int:
     """Return what a tensor and its views (`.data` too) have in common, also on the meta device (no addresses)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def keep_saved_buffers() -> None:
+    """Let what a compiled forward saved be read by more than one backward.
+
+    Compiled backwards take over the memory of saved tensors ("donated buffers"), and a zero-bubble schedule runs one
+    backward for the inputs and another for the weights.
+    """
+    functorch_config.donated_buffer = False
 
 
 class _InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]

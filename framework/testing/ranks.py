@@ -244,7 +244,8 @@ def _receive(rank: _Rank) -> Done:
 
 def _failure(done: Mapping[int, Done], late: Sequence[int], ranks: Sequence[_Rank], timeout: float) -> RanksError:
     failed = {number: report for number, report in done.items() if report.error}
-    logs = "\n".join(f"--- log of rank {number}\n{_tail(rank.log)}" for number, rank in enumerate(ranks))
+    concerned = sorted({*failed, *late})  # what the others wrote would bury it
+    logs = "\n".join(f"--- log of rank {number}\n{_tail(ranks[number].log)}" for number in concerned)
     if not failed:
         text = f"Ranks {late} did not end within {timeout:g} s\n{logs}"
         return RanksError(text, None, "timeout", {})

@@ -12,12 +12,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from framework.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, UsageError
+from framework.legality import requirements_of
 from framework.plan import RunPlan
+from framework.plugin_manager import manager_of
 from framework.verify.mixes import MESH_SLOTS, Mix, every, pairwise
 from framework.verify.reference import Bounds, Distance, distances, global_norm, tensor_distances, unmoved
 
@@ -27,7 +30,10 @@ if TYPE_CHECKING:
     from framework.verify.rank import Outcome
 
 SMALL = {"global_batch_size": "16", "threads": "1"}
-"""What is set unless the user sets it."""
+"""What is set unless the user sets it; and the setting `context` of a model or data that has one."""
+
+CONTEXT = 32
+"""Tokens of a sequence, unless the user sets it: the weights are those of the whole model."""
 
 QUIET = {
     "accelerator": "cpu",
@@ -150,32 +156,51 @@ class _Composer:
         if clash:
             raise UsageError(f"verify sets {', '.join(sorted(clash))} itself. Leave that out.")
         self.config_name = flags.config_name
-        self._base: Blueprint | None = None
         self.rest = [*rest, *(f"{key}={value}" for key, value in kept.items())]
+        context = (self._one_process().values.get("model") or {}).get("context")
+        if isinstance(context, int) and context > CONTEXT and not typed & {"model.context", "data.context"}:
+            self.rest.append(f"model.context={CONTEXT}")
 
     def __call__(self, words: Sequence[str], more: Sequence[str] = ()) -> RunPlan:
         """Return the plan of a mix that was typed; what a recipe says about the mesh is left out.
 
         Args:
             words: of the mix.
-            more: other words.
+            more: other words, which count more than what a verification sets.
         """
         from framework.compose import compose
 
         slots = {_slot(word) for word in words}
         off = [f"{slot}=none" for slot in _with_options() if slot not in slots]
-        return compose([*words, *off, *more, *self.rest], self.config_name)
+        said = {word.partition("=")[0] for word in more}
+        rest = [word for word in self.rest if word.partition("=")[0] not in said]
+        return compose([*words, *off, *more, *rest], self.config_name)
+
+    def _one_process(self) -> Blueprint:
+        from framework.compose import blueprint, read
+
+        off = [f"{slot}=none" for slot in _with_options()]
+        return blueprint(read([*off, "devices=1", "num_nodes=1", *self.rest], self.config_name))
+
+    @cached_property
+    def base(self) -> Blueprint:
+        """One process, of which the mixes are variations."""
+        base = self._one_process()
+        base.plan()  # builds the model, which the variations share
+        return base
 
     def vary(self, mix: Mix) -> RunPlan:
         """Return the plan of a mix of the list: what was composed once is varied, which takes milliseconds."""
-        from framework.compose import blueprint, read
+        return self.base.vary(mix.words, mix.ranks).plan()
 
-        if self._base is None:
-            off = [f"{slot}=none" for slot in _with_options()]
-            base = blueprint(read([*off, "devices=1", "num_nodes=1", *self.rest], self.config_name))
-            base.plan()
-            self._base = base
-        return self._base.vary(mix.words, mix.ranks).plan()
+    def options(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Return the options of the concerns of the mesh, and the variants of each."""
+        found: dict[str, dict[str, tuple[str, ...]]] = {}
+        for slot, names in _with_options().items():
+            built = {name: option[1] for name in names if (option := self.base.option(slot, name)) is not None}
+            wants = requirements_of(manager_of(built))
+            found[slot] = {name: wants[name].variants if name in wants else () for name in built}
+        return found
 
 
 def _slot(word: str) -> str:
@@ -190,11 +215,11 @@ def _with_options() -> dict[str, list[str]]:
     return {slot: names for slot, names in known.items() if names}
 
 
-def _chosen(flags: argparse.Namespace, asked: Sequence[str]) -> list[Mix]:
+def _chosen(flags: argparse.Namespace, asked: Sequence[str], composer: _Composer) -> list[Mix]:
     """Return the mixes to go through; a typed one has 0 ranks: its words say how many."""
     if not flags.mixes:
         return [Mix(tuple(asked), 0)] if asked else []
-    mixes = [mix for mix in every(_with_options(), flags.ranks) if mix.words]
+    mixes = [mix for mix in every(composer.options(), flags.ranks) if mix.words]
     if flags.mixes in ("all", "pairwise"):
         return mixes
     found = [mix for mix in mixes if fnmatch(str(mix), flags.mixes)]
@@ -269,7 +294,7 @@ class _Oracle:
 def _rows(oracle: _Oracle, flags: argparse.Namespace, asked: Sequence[str]) -> Iterator[Row]:
     """Yield a row for one process under the Trainer, then one for each mix; a refused one takes no time."""
     plans: list[tuple[Mix, RunPlan]] = []
-    for mix in _chosen(flags, asked):
+    for mix in _chosen(flags, asked, oracle.composer):
         try:
             plan = oracle.composer.vary(mix) if flags.mixes else oracle.composer(mix.words)
         except PlanError as refused:

@@ -11,17 +11,6 @@ from typing import Any
 MESH_SLOTS = ("strategy", "tp", "pp", "cp", "ep")
 """Concerns that have an axis of the mesh."""
 
-VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "strategy=fsdp": ("", "strategy.sharding=shard_grad_op", "strategy.replicas=2"),
-    "tp=dtensor": (
-        "",
-        "tp.sequence_parallel=true",
-        "tp.loss_parallel=true",
-        "tp.sequence_parallel=true tp.loss_parallel=true",
-    ),
-}
-"""Settings of an option that make it another mix; an option that isn't here has one."""
-
 SIZES = (2, 4)
 
 
@@ -41,35 +30,35 @@ class Mix:
         return " ".join(self.words) or "one process"
 
 
-def factors(options: Mapping[str, Sequence[str]]) -> dict[str, list[tuple[str, ...]]]:
-    """Return slot -> every way to choose it, as words; the empty way leaves it off.
+Options = Mapping[str, Mapping[str, Sequence[str]]]
+"""Slot -> option -> its variants (`framework.plan.Requirements`)."""
 
-    Args:
-        options: slot -> names of its options.
+
+def every(options: Options, most_ranks: int) -> Iterator[Mix]:
+    """Yield the mixes that fit into `most_ranks`, small worlds first; not all are legal.
+
+    They are all products of options and sizes of their axes. A variant of an option goes with each option of each other
+    concern, in pairs and with axes of two: what settings of three concerns at once would add is time.
     """
-    found: dict[str, list[tuple[str, ...]]] = {}
-    for slot in MESH_SLOTS:
-        ways: list[tuple[str, ...]] = [()]
-        for option in options.get(slot, ()):
-            word = f"{slot}={option}"
-            ways += [(word, *variant.split()) for variant in VARIANTS.get(word, ("",))]
-        found[slot] = ways
-    return found
-
-
-def every(options: Mapping[str, Sequence[str]], most_ranks: int) -> Iterator[Mix]:
-    """Yield every product of ways and sizes that fits into `most_ranks`, small worlds first; not all are legal."""
     found: dict[tuple[str, ...], Mix] = {}
-    for ways in product(*factors(options).values()):
-        for mix in _sized(ways, most_ranks):
+    ways: dict[str, list[tuple[str, ...]]] = {}
+    for slot in MESH_SLOTS:
+        ways[slot] = [()]
+        for option, variants in options.get(slot, {}).items():
+            words = [tuple(f"{slot}.{setting}" for setting in variant.split()) for variant in ("", *variants)]
+            ways[slot] += [(f"{slot}={option}", *settings) for settings in words]
+    for chosen in product(*ways.values()):
+        for mix in _sized([way for way in chosen if way], most_ranks):
             found.setdefault((*mix.words, str(mix.ranks)), mix)
     yield from sorted(found.values(), key=lambda mix: (mix.ranks, mix.words))
 
 
-def _sized(ways: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
+def _sized(chosen: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
     """Yield one choice of options with each choice of sizes."""
-    chosen = [way for way in ways if way]
-    for sizes in product(SIZES, repeat=len(chosen)):
+    varied = any(len(way) > 1 for way in chosen)
+    if varied and len(chosen) > 2:
+        return
+    for sizes in product(SIZES[:1] if varied and len(chosen) > 1 else SIZES, repeat=len(chosen)):
         words: list[str] = []
         ranks = 1
         for way, size in zip(chosen, sizes, strict=True):
@@ -77,6 +66,8 @@ def _sized(ways: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
             slot = way[0].partition("=")[0]
             if slot == "strategy":
                 ranks *= 2 * size if "strategy.replicas=2" in way else size
+            elif slot == "ep":  # its ranks are borrowed from those of the strategy
+                words += [f"{slot}.size={size}"] if size != SIZES[0] else []
             else:
                 ranks *= size
                 words += [f"{slot}.size={size}"] if size != SIZES[0] else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -230,7 +231,10 @@ def _wide(leaf: Any) -> Any:
 
 
 def gathered(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return whole tensors by name, from whichever ranks have them, and how far copies of one are apart; collective."""
+    """Return whole tensors by name, from whichever ranks have them, and how far copies of one are apart; collective.
+
+    The first rank that has a tensor sends it to all, and who has one too compares: the model crosses the wire once.
+    """
     mine = {
         name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
         for name, tensor in named
@@ -238,16 +242,39 @@ def gathered(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], di
     }
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine, {}
-    everyone: list[Mapping[str, Tensor]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    kinds = _of_everyone({name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()})
+    owners = {name: rank for rank in reversed(range(len(kinds))) for name in kinds[rank]}
     whole: dict[str, Tensor] = {}
-    apart: dict[str, float] = {}
-    for rank, theirs in enumerate(everyone):
-        for name, tensor in theirs.items():
-            first = whole.setdefault(name, tensor)
-            if torch.equal(first, tensor):
-                continue
-            distance = float((first.double() - tensor.double()).norm() / first.double().norm().clamp(min=1e-12))
+    for rank, dtype in sorted({(owner, kinds[owner][name][1]) for name, owner in owners.items()}, key=str):
+        sent = {name: kinds[rank][name] for name, owner in owners.items() if owner == rank}
+        shapes = {name: shape for name, (shape, its_dtype) in sorted(sent.items()) if its_dtype == dtype}
+        sizes = [shape.numel() for shape in shapes.values()]
+        own = (
+            [mine[name].flatten() for name in shapes]
+            if rank == dist.get_rank()
+            else [torch.empty(sum(sizes), dtype=dtype)]
+        )
+        flat = torch.cat(own)
+        dist.broadcast(flat, rank)
+        pieces = zip(shapes.items(), torch.split(flat, sizes), strict=True)
+        whole |= {name: piece.view(shape) for (name, shape), piece in pieces}
+    apart = {name: _apart(whole[name], tensor) for name, tensor in mine.items() if not torch.equal(whole[name], tensor)}
+    found: dict[str, float] = {}
+    for rank, theirs in enumerate(_of_everyone(apart)):
+        for name, distance in theirs.items():
             if not distance <= SAME:
-                apart.setdefault(f"{name} on rank {rank}", distance)
-    return whole, apart
+                found.setdefault(f"{name} on rank {rank}", distance)
+    return whole, found
+
+
+def _of_everyone(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _apart(first: Tensor, other: Tensor) -> float:
+    """Return the relative distance of two copies; infinite if they aren't even of one shape."""
+    if first.shape != other.shape or first.dtype != other.dtype:
+        return math.inf
+    return float((first.double() - other.double()).norm() / first.double().norm().clamp(min=1e-12))

@@ -19,7 +19,11 @@ from framework.verify.mutants import MUTANTS
 SMALL = [
     "model.layers=2", "model.width=16", "model.heads=2", "model.hidden=32", "model.context=16", "global_batch_size=8",
 ]  # fmt: skip
-OPTIONS = {"strategy": ["ddp", "fsdp"], "tp": ["dtensor"], "pp": ["gpipe", "zbv"]}
+OPTIONS = {
+    "strategy": {"ddp": (), "fsdp": ("replicas=2",)},
+    "tp": {"dtensor": ("loss_parallel=true",)},
+    "pp": {"gpipe": (), "zbv": ()},
+}
 
 
 @pytest.mark.campaign
@@ -171,6 +175,12 @@ def test_mixes_are_products_that_fit_and_pairs_are_covered():
     mixes = list(every(OPTIONS, 8))
     assert len(mixes) == len(set(mixes))
     assert max(mix.ranks for mix in mixes) == 8
+    assert [str(mix) for mix in mixes if mix.ranks == 2 and "tp=dtensor" in mix.words] == [
+        "tp=dtensor", "tp=dtensor tp.loss_parallel=true",
+    ]  # fmt: skip
+    three = [mix for mix in mixes if len({word.partition("=")[0].partition(".")[0] for word in mix.words}) == 3]
+    assert len(three) == 4
+    assert not [mix for mix in three if "tp.loss_parallel=true" in mix.words]
     cover = pairwise(mixes)
     assert len(cover) < len(mixes) / 2
     for one, other in (("strategy=ddp", "pp=zbv"), ("tp.loss_parallel=true", "strategy.replicas=2")):

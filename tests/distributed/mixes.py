@@ -75,6 +75,7 @@ CLIP_VALUE = "trainer.gradient_clip_val=0.003 trainer.gradient_clip_algorithm=va
 FP16 = "precision=fp16-mixed precision.init_scale=1024"  # the default scale may overflow at first, as it should
 ACC2 = "trainer.accumulate_grad_batches=2"
 ACC4 = "trainer.accumulate_grad_batches=4"
+COMPILED = "compile=block compile.backend=aot_eager"
 M4 = "pp.microbatches=4"
 M2 = "pp.microbatches=2"
 
@@ -136,6 +137,9 @@ MIXES = [
     Mix("zero_bubble2 x shard_grad_op2, accumulation", 4, f"{SGO} pp=zero_bubble {M4} {ACC2}"),
     Mix("zbv2 x full_shard2, full AC", 4, f"{FSDP} pp=zbv {M4} activation=full"),
     Mix("dualpipev2 x ddp2, clip", 4, f"strategy=ddp pp=dualpipev {M4} {CLIP}"),
+    # compiled
+    Mix("compiled full_shard2 x tp2 sp, full AC, clip", 4, f"{FSDP} {SP} activation=full {CLIP} {COMPILED}"),
+    Mix("compiled zbv2 x ddp2, accumulation", 4, f"strategy=ddp pp=zbv {M4} {ACC2} {COMPILED}"),
     # pp x tp, and everything
     Mix("gpipe2 x tp2 sp", 4, f"{SP} pp=gpipe {M4}"),
     Mix("zero_bubble2 x tp2, clip", 4, f"{TP} pp=zero_bubble {M4} {CLIP}"),

@@ -5,11 +5,11 @@ Zhao et al., PyTorch FSDP (2023); Rajbhandari et al., ZeRO (2020), stage 3 (`ful
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from framework import Problem, Requirements, RunPlan, hookimpl
+from framework import Requirements, RunPlan, hookimpl
 
 if TYPE_CHECKING:
     from framework.mesh import Mesh
@@ -57,12 +57,8 @@ class FSDP:
             needs=frozenset({"data_sharding"}),
             gives=frozenset({"data_parallel", "shards_parameters", *frees, *offloads}),
             why={"data_sharding": "ranks would train on the same samples"},
+            variants=("sharding=shard_grad_op", "replicas=2"),
         )
-
-    @hookimpl
-    def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
-        """`full_shard` with a pipeline is kept from resharding; say so rather than ignore it."""
-        return []
 
     @hookimpl
     def apply_data_parallel(self, part: ModelPart, mesh: Mesh, plan: RunPlan) -> None:

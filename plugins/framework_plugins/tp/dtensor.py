@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from framework import Problem, RunPlan, hookimpl
+from framework import Problem, Requirements, RunPlan, hookimpl
 from framework_plugins.tp.layout import SPLIT_WORDS, resolve
 
 if TYPE_CHECKING:
@@ -39,6 +39,12 @@ class DTensorParallel:
     def mesh_axes(self) -> Mapping[str, int | None]:
         """Axis tp."""
         return {"tp": self.size}
+
+    @hookimpl
+    def requirements(self) -> Requirements:
+        """Nothing; both switches change what is communicated."""
+        both = "sequence_parallel=true loss_parallel=true"
+        return Requirements(variants=(*both.split(), both))
 
     @hookimpl
     def check_model(self, plan: RunPlan, model: Any) -> Sequence[Problem]:

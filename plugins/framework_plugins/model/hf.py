@@ -1,0 +1,161 @@
+"""`model=hf`: a causal language model of Hugging Face transformers, unedited.
+
+Nothing is downloaded and no code of a model's folder is run: a model is built from its configuration, or read from a
+folder of this host, weights as safetensors only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import functional as F
+
+WORDS = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "embedding_rowwise": "embedding",
+    "colwise_gather_output": "head",
+}
+"""What transformers calls a way of splitting a layer -> the word of the concern `tp`."""
+
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""A configuration's size where neither `config` nor `path` says one; what a model type doesn't know is left out."""
+
+
+class CausalLM(LightningModule):
+    """A causal language model over token ids; batches and loss are those of `model=gpt`.
+
+    It is built without memory and filled shard by shard like any module with `init_weights`.
+
+    Args:
+        model_type: as transformers calls it; not read if there is a `path`.
+        path: folder with `config.json`, and `*.safetensors` that training starts from; None = weights are drawn.
+        config: fields of the configuration that differ from its defaults.
+        vocab_size: number of token ids.
+        context: longest sequence, tokens.
+
+    Raises:
+        ImportError: transformers isn't installed.
+        ValueError: transformers doesn't know the model type, or a field of its configuration.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_type: str = "llama",
+        path: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        vocab_size: int = 256,
+        context: int = 128,
+    ) -> None:
+        super().__init__()
+        try:
+            from transformers import AutoModelForCausalLM
+        except ImportError as error:
+            text = "model=hf needs the package transformers: pip install 'lightning-framework[hf]'"
+            raise ImportError(text) from error
+        self.path = None if path is None else Path(path)
+        if self.path is None:
+            described = describe(model_type, {"vocab_size": vocab_size, "context": context, **SMALL}, config or {})
+        else:
+            stored = json.loads((self.path / "config.json").read_text())
+            described = describe(stored.pop("model_type"), {}, {**stored, **(config or {})})
+        self.lm = AutoModelForCausalLM.from_config(described)
+
+    @property
+    def tp_plan(self) -> dict[str, str] | None:
+        """Which layer may be split how, from the model's own plan; None = it has none."""
+        own = getattr(self.lm, "tp_plan", None) or {}
+        return {f"lm.{pattern}": WORDS.get(word, word) for pattern, word in own.items()} or None
+
+    def init_weights(self) -> None:
+        """Draw all weights as the model's author says, then read those that `path` has.
+
+        Raises:
+            ValueError: the files don't hold exactly this model's parameters.
+        """
+        self.lm.initialize_weights()
+        if self.path is None:
+            return
+        from safetensors import safe_open
+
+        missing = dict(self.lm.named_parameters())
+        aliases = {name for name, _ in self.lm.named_parameters(remove_duplicate=False)} - missing.keys()
+        for file in sorted(self.path.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                    if name in missing:
+                        missing.pop(name).copy_(tensors.get_tensor(name))
+                    elif name not in aliases:
+                        raise ValueError(f"{file} has {name}, which {type(self.lm).__name__} doesn't know.")
+        if missing:
+            raise ValueError(f"No *.safetensors in {self.path} has {', '.join(sorted(missing)[:3])}.")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map token ids [batch, length] to logits [batch, length, vocab_size]."""
+        logits: Tensor = self.lm(input_ids=inputs, use_cache=False).logits
+        return logits
+
+    def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the mean cross entropy in nats over the targets that count, and how many they are."""
+        logits, targets = self(batch["inputs"]), batch["targets"]
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return {"loss": loss, "weight": (targets != -100).sum()}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return the mean loss and its weight in tokens."""
+        result = self.loss(batch)
+        self.log("train_loss", result["loss"], prog_bar=True)
+        return result
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Log the loss of held-out text."""
+        result = self.loss(batch)
+        self.log("val_loss", result["loss"], prog_bar=True)
+        return result
+
+
+def describe(model_type: str, defaults: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
+    """Return a configuration of transformers.
+
+    Args:
+        model_type: as transformers calls it.
+        defaults: fields that are set if the model type has them; `context` is the longest sequence.
+        fields: fields that it must have.
+
+    Raises:
+        ValueError: it doesn't know the model type or a field.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        near = get_close_matches(model_type, CONFIG_MAPPING, n=3)
+        raise ValueError(f"transformers has no model type {model_type!r}; near are {', '.join(near) or 'none'}.")
+    cls = CONFIG_MAPPING[model_type]
+    usual = cls()
+    given = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # a model is trained, not asked
+    for name, value in defaults.items():
+        field = "max_position_embeddings" if name == "context" else name
+        if hasattr(usual, field):
+            given[cls.attribute_map.get(field, field)] = value
+    for name, value in fields.items():
+        if not hasattr(usual, name):
+            near = get_close_matches(name, vars(usual), n=1)
+            raise ValueError(f"{cls.__name__} has no field {name!r}" + (f"; near is {near[0]!r}." if near else "."))
+        given[cls.attribute_map.get(name, name)] = value
+    return cls(**given)
