@@ -31,15 +31,15 @@ SMALL = {"global_batch_size": "16", "threads": "1"}
 
 QUIET = {
     "accelerator": "cpu",
-    "precision": "fp64",
     "sampler.shuffle": "false",
     "trainer.enable_progress_bar": "false",
     "trainer.limit_val_batches": "0",
     **dict.fromkeys(("checkpoint", "logs", "recovery", "logger"), "none"),
 }
-"""What is set in any case: this host's CPUs whatever the target is, exact enough for a narrow bound, in order."""
+"""What is set in any case, with the precision: this host's CPUs whatever the target is, in order."""
 
-BOUNDS = Bounds()
+BOUNDS = {"fp64": Bounds(), "fp32": Bounds(loss=1e-6, gradient=1e-5, update=1e-5, floor=0.1)}
+"""Precision -> how near is equal. fp32 is for mixes with an option that excludes `precision=fp64`."""
 TIMEOUT_S = 300.0
 GOOD = ("equal", "refused", "caught")
 SHOWN = 8
@@ -55,17 +55,19 @@ class Row:
     Attributes:
         mix: its words.
         ranks: processes.
+        precision: that it ran in; the reference is always computed in fp64.
         verdict: `equal`, `wrong`, `failed` (it didn't run to its end) or `refused` (not legal); of a planted fault
             `caught` or `missed`.
         worst: largest relative distance from the reference, over everything that is compared.
         seconds: that it took.
-        initial_sha256: of its initial weights.
+        initial_sha256: of its initial weights in fp32.
         lines: what differs, or why it was refused or failed.
     """
 
     mix: str
     ranks: int
     verdict: str
+    precision: str = "fp64"
     worst: float | None = None
     seconds: float = 0.0
     initial_sha256: str = ""
@@ -146,25 +148,27 @@ class _Composer:
         typed = {word.lstrip("+~").partition("=")[0] for word in rest}
         kept = {**{key: value for key, value in SMALL.items() if key not in typed}, **QUIET}
         kept |= {"trainer.max_steps": str(flags.steps), "run_dir": folder}
-        clash = typed & kept.keys()
+        clash = typed & {*kept, "precision"}
         if clash:
             raise UsageError(f"verify sets {', '.join(sorted(clash))} itself. Leave that out.")
         self.config_name = flags.config_name
         self._base: Blueprint | None = None
         self.rest = [*rest, *(f"{key}={value}" for key, value in kept.items())]
 
-    def __call__(self, words: Sequence[str], more: Sequence[str] = ()) -> RunPlan:
+    def __call__(self, words: Sequence[str], more: Sequence[str] = (), precision: str = "") -> RunPlan:
         """Return the plan of a mix that was typed; what a recipe says about the mesh is left out.
 
         Args:
             words: of the mix.
             more: other words.
+            precision: of the run; empty = the most exact that the mix allows.
         """
         from framework.compose import compose
 
         slots = {_slot(word) for word in words}
         off = [f"{slot}=none" for slot in _with_options() if slot not in slots]
-        return compose([*words, *off, *more, *self.rest], self.config_name)
+        precise = f"precision={precision or most_exact(words)}"
+        return compose([*words, *off, precise, *more, *self.rest], self.config_name)
 
     def vary(self, mix: Mix) -> RunPlan:
         """Return the plan of a mix of the list: what was composed once is varied, which takes milliseconds."""
@@ -172,10 +176,29 @@ class _Composer:
 
         if self._base is None:
             off = [f"{slot}=none" for slot in _with_options()]
-            base = blueprint(read([*off, "devices=1", "num_nodes=1", *self.rest], self.config_name))
+            words = [*off, "devices=1", "num_nodes=1", "precision=fp64", *self.rest]
+            base = blueprint(read(words, self.config_name))
             base.plan()
             self._base = base
-        return self._base.vary(mix.words, mix.ranks).plan()
+        return self._base.vary((*mix.words, f"precision={most_exact(mix.words)}"), mix.ranks).plan()
+
+
+def most_exact(words: Sequence[str]) -> str:
+    """Return the precision in which a mix is verified: fp64, or fp32 if an option of it excludes that."""
+    from framework.catalog import catalog
+    from framework.legality import requirements_of
+    from framework.options import describe_component, instance
+    from framework.plugin_manager import manager_of
+
+    for word in words:
+        slot, _, name = word.lstrip("+~").partition("=")
+        option = catalog().options.get(slot, {}).get(name)
+        if slot in MESH_SLOTS and option is not None and "_target_" in option.values:
+            spec, problems = describe_component(slot, name, option.values)
+            built = None if problems else instance(slot, spec, problems)
+            if built is not None and "precision=fp64" in requirements_of(manager_of({slot: built}))[slot].excludes:
+                return "fp32"
+    return "fp64"
 
 
 def _slot(word: str) -> str:
@@ -218,12 +241,13 @@ class _Oracle:
         self.steps = steps
         self._truths: dict[tuple[str, ...], tuple[RunPlan, float, Outcome]] = {}
 
-    def truth(self, more: Sequence[str] = ()) -> tuple[RunPlan, float, Outcome]:
-        """Return the plan of one process, the learning rate, and what the reference shows; `more` as in `_Composer`."""
+    def truth(self, more: Sequence[str] = (), precision: str = "fp64") -> tuple[RunPlan, float, Outcome]:
+        """Return the plan of one process, the learning rate, and what the reference shows; arguments of `_Composer`."""
         from framework.verify import rank
 
-        if tuple(more) not in self._truths:
-            single = self.composer(["devices=1"], more)
+        key = (*more, precision)
+        if key not in self._truths:
+            single = self.composer(["devices=1"], more, precision)
             first, batches = self._run(rank.begin, 1, single, self.steps)
             if not first.result.grad_norms[0] > 0:
                 raise UsageError("The gradient of the first step is zero, so nothing can be verified: use other data.")
@@ -232,33 +256,38 @@ class _Oracle:
             lr = SHARE * global_norm(learning) / first.result.grad_norms[0]
             clip, by = (single.trainer.get(f"gradient_clip_{what}") for what in ("val", "algorithm"))
             want = self._run(rank.alone, 1, single.components["model"], first, batches, lr, clip or None, by or "norm")
-            still = unmoved(want.result, BOUNDS)
+            still = unmoved(want.result, BOUNDS[precision])
             if still:
                 print(
                     f"Nothing is proven about {', '.join(still)}: they hardly move in {self.steps} steps.",
                     file=sys.stderr,
                 )
-            self._truths[tuple(more)] = (single, lr, want)
-        return self._truths[tuple(more)]
+            self._truths[key] = (single, lr, want)
+        return self._truths[key]
 
     def judge(self, mix: Mix, plan: RunPlan, more: Sequence[str] = (), mutant: str = "") -> Row:
         """Train under a mix, with a planted fault if one is named, and hold it against the reference."""
         from framework.testing import RanksError
         from framework.verify import rank
 
-        _, lr, want = self.truth(more)
+        precision = plan.chosen("precision") or "fp64"
+        _, lr, want = self.truth(more, precision)
+        bounds = BOUNDS[precision]
+        allowed = {"loss of step": bounds.loss, "update": bounds.update}
         began = time.monotonic()
-        row = Row(mutant or str(mix), mix.ranks, "failed")
+        row = Row(mutant or str(mix), mix.ranks, "failed", precision)
         try:
             got = self._run(rank.train, mix.ranks, plan, lr, mutant)
         except RanksError as error:
             row.lines = str(error).splitlines()[:3]
         else:
-            found = distances(got.result, want.result, BOUNDS.floor) + _other_distances(got, want)
+            found = distances(got.result, want.result, bounds.floor) + _other_distances(got, want)
             row.worst = max((math.inf if math.isnan(one.distance) else one.distance for one in found), default=math.inf)
-            row.lines = [f"{one}{_named(one.ratio, plan)}" for one in found if not one.distance <= BOUNDS.gradient]
+            wrong = [one for one in found if not one.distance <= allowed.get(one.kind, bounds.gradient)]
+            row.lines = [f"{one}{_named(one.ratio, plan)}" for one in wrong]
             row.verdict = "wrong" if row.lines else "equal"
-            row.initial_sha256 = rank.sha256(got.initial)
+            # in one precision, so that rows of several can be compared
+            row.initial_sha256 = rank.sha256({name: tensor.float() for name, tensor in got.initial.items()})
         row.seconds = time.monotonic() - began
         return row
 
@@ -347,7 +376,8 @@ def _finite(number: float | None) -> float | str | None:
 
 def _line(row: Row) -> str:
     worst = "" if row.worst is None else f"{row.worst:.1e}"
-    return f"{row.verdict:8} {row.ranks:2} ranks  {worst:8} {row.seconds:5.1f} s  {row.mix}"
+    precision = "" if row.precision == "fp64" else f" (in {row.precision})"
+    return f"{row.verdict:8} {row.ranks:2} ranks  {worst:8} {row.seconds:5.1f} s  {row.mix}{precision}"
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, Any]:

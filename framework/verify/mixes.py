@@ -13,6 +13,7 @@ MESH_SLOTS = ("strategy", "tp", "pp", "cp", "ep")
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "strategy=fsdp": ("", "strategy.sharding=shard_grad_op", "strategy.replicas=2"),
+    "strategy=deepspeed": tuple(f"strategy.stage={stage}" for stage in range(4)),
     "tp=dtensor": (
         "",
         "tp.sequence_parallel=true",
