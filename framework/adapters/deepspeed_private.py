@@ -46,13 +46,18 @@ def building(allowed: bool, say: Callable[[str], None]) -> Generator[None, None,
         builder.jit_load = jit_load
 
 
-def forget_groups() -> None:
-    """Forget the process groups of an earlier world of this process; DeepSpeed keeps them in module globals."""
+def forget_earlier_runs() -> None:
+    """Forget what DeepSpeed keeps in globals of the process: groups of an earlier world, numbers of its parameters.
+
+    The numbers must be the same on all ranks, and a process that serves several runs in turn may have seen other ones.
+    """
     importlib.import_module("deepspeed.utils.groups")._release_process_group_references()
     communication: Any = importlib.import_module("deepspeed.comm.comm")
     communication.cdb = None
     autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
     autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None
+    init: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
+    init.param_id = init.num_persisted_parameters = init.num_persisted_elements = 0
 
 
 def partition(init: Any, parameter: nn.Parameter) -> None:

@@ -70,6 +70,7 @@ class DeepSpeedStrategy(MeshStrategy):
         self.groups: list[list[nn.Parameter]] = []
         """The parameters in each of the optimizer's groups, which hold flat pieces once the engine is there."""
         self._factor = 1.0
+        self._dropped = False
         self._trained: set[int] = set()
 
     # -- building ------------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ class DeepSpeedStrategy(MeshStrategy):
         super().setup_environment()
         import deepspeed
 
-        deepspeed_private.forget_groups()
+        deepspeed_private.forget_earlier_runs()
         with self._building():
             deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=None, verbose=False)
 
@@ -129,6 +130,7 @@ class DeepSpeedStrategy(MeshStrategy):
     def _own_step(self) -> None:
         """Have the engine clip and step where the precision would."""
         self._precision.engine_step = self._engine_step
+        self._precision.drop_step = self._take_drop
         if self.stage:
             groups = deepspeed_private.flat_groups(self.engine.optimizer)
             self._trained = {id(parameter) for _, group in groups for parameter in group}
@@ -159,6 +161,11 @@ class DeepSpeedStrategy(MeshStrategy):
         assert self.window is not None
         with self.window.accumulating():
             yield
+
+    def _take_drop(self) -> bool:
+        assert self.window is not None
+        self._dropped = self.window.take_drop()
+        return self._dropped
 
     def _scale(self) -> float:
         """Return what gradients have to be divided by: the loss scale, and the window's weight."""
@@ -192,8 +199,8 @@ class DeepSpeedStrategy(MeshStrategy):
             yield name, self.whole(parameter)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and whole gradient of each trained parameter; collective."""
-        if not self.stage:
+        """Yield name and whole gradient of each trained parameter, nothing of a step that is dropped; collective."""
+        if not self.stage or self._dropped:
             yield from super().named_gradients()
             return
         from deepspeed.utils import safe_get_full_grad
