@@ -121,9 +121,10 @@ def publish_masters(optimizer: Any) -> None:
 
 
 def gradient_pieces(optimizer: Any) -> Iterator[Tensor]:
-    """Yield what a rank holds of the reduced gradients between the last backward of a step and the step."""
+    """Yield what a rank holds of reduced gradients between two backwards, or between the last one and the step."""
     for flat, _ in flat_groups(optimizer):
         if flat.grad is not None:
             yield flat.grad
-    for pieces in optimizer.averaged_gradients.values():
-        yield from pieces or ()
+    for held in (optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})):
+        for pieces in held.values():
+            yield from pieces or ()
