@@ -76,6 +76,11 @@ def stand_in(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> 
     return other
 
 
+def copy(value: Any) -> Any:
+    """Return a number of an optimizer's state as memory of its own: a checkpoint has one for each parameter."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 class EngineState(StateKeeper):
     """Saves and loads what an engine of stages 1 to 3 holds."""
 
@@ -104,7 +109,7 @@ class EngineState(StateKeeper):
             for key, value in optimizer.state.get(flat, {}).items():
                 for parameter in parameters:
                     a_slot = isinstance(value, Tensor) and value.shape == flat.shape
-                    one = self._cut(self.strategy.whole(parameter, key)).detach() if a_slot else value
+                    one = self._cut(self.strategy.whole(parameter, key)).detach() if a_slot else copy(value)
                     other.state[module.of[id(parameter)]][key] = one
         return optimizer_state(module, other)
 
@@ -161,7 +166,7 @@ class EngineState(StateKeeper):
                         slots.append((parameter, key, value))
                         optimizer.state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
                     else:
-                        optimizer.state[flat][key] = value
+                        optimizer.state[flat][key] = copy(value)
         deepspeed_private.link_states(self._zero)
         for parameter, key, value in slots:
             self.strategy.set_whole(parameter, whole(value), key)

@@ -18,8 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from framework.adapters import deepspeed_private
-from framework.errors import UsageError
+from framework.adapters import deepspeed_private, torch_private
+from framework.errors import RunFailedError, UsageError
 from framework.strategy import MeshStrategy
 from framework_plugins.strategy.deepspeed_config import ZERO
 from framework_plugins.strategy.deepspeed_state import EngineState
@@ -97,6 +97,8 @@ class DeepSpeedStrategy(MeshStrategy):
             raise UsageError(
                 "DeepSpeed's engine trains a module once: build another Trainer and module to train again."
             )
+        # without an engine nobody would gather sharded parameters
+        self.plan = self.plan.with_(command="fit" if fitting else "validate")
         with self._building():
             super().setup(trainer)
             if fitting:
@@ -146,6 +148,7 @@ class DeepSpeedStrategy(MeshStrategy):
         loss = precision.pre_backward(window.weigh(closure_loss), module)
         self.engine.set_gradient_accumulation_boundary(window.last)
         if not window.dropping:
+            self._check_used(loss)
             with window.guarded(loss), self._contexts():
                 self.engine.backward(loss, scale_wrt_gas=False)
         if window.last:
@@ -154,6 +157,21 @@ class DeepSpeedStrategy(MeshStrategy):
             else:
                 window.normalise(module.parameters())
         return precision.post_backward(loss, module)
+
+    def _check_used(self, loss: Tensor) -> None:
+        """Stop before a backward in which ranks would reduce the gradients of different parameters (P23).
+
+        ZeRO pairs gradients by the order in which they come: one that is missing on a rank aborts the process, or is
+        paired with another of its size. One that is missing everywhere would count as zero, and its weight decay.
+        """
+        leaves = torch_private.leaves_of(loss) if self.stage else None
+        if leaves is not None and not self._trained <= leaves:
+            names = [name for name, p in self._module.named_parameters() if id(p) in self._trained - leaves]
+            raise RunFailedError(
+                f"{', '.join(names)} got no gradient on rank {self.global_rank}, and ZeRO needs one of every parameter "
+                "that is trained, in each backward: freeze or remove what isn't used, or type strategy=ddp "
+                "strategy.find_unused_parameters=true."
+            )
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
