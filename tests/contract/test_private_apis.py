@@ -317,13 +317,12 @@ def test_what_the_adapter_reaches_for_in_deepspeed() -> None:
     """Names on objects that need several processes; that each does what is said of it is seen in the parity rows."""
     import inspect
 
-    from deepspeed.comm import comm
-    from deepspeed.comm import torch as communication
     from deepspeed.ops.op_builder import builder
     from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2
     from deepspeed.utils import groups
 
+    comm, communication = (importlib.import_module(f"deepspeed.comm.{name}") for name in ("comm", "torch"))
     assert "build_shm_op" in communication.TorchBackend.__init__.__code__.co_names
     assert hasattr(comm, "cdb")
     assert hasattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED")
@@ -352,12 +351,12 @@ def test_what_the_adapter_reaches_for_in_deepspeed() -> None:
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_deepspeed_compiles_nothing_without_a_word(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.comm import torch as communication
     from deepspeed.ops.op_builder import AsyncIOBuilder, builder
 
     from framework.adapters.deepspeed_private import building
     from framework.errors import RunFailedError
 
+    communication = importlib.import_module("deepspeed.comm.torch")  # the attribute of this name is torch itself
     built: list[str] = []
     monkeypatch.setattr(builder.OpBuilder, "jit_load", lambda self, verbose=True: built.append(self.name))
     said: list[str] = []

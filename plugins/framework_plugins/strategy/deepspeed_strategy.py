@@ -40,7 +40,8 @@ def sharder(config: Mapping[str, Any]) -> Callable[[nn.Parameter], None]:
     """Return what shards a parameter over all ranks, so that no rank holds more than one whole one at a time."""
     import deepspeed
 
-    init = deepspeed.zero.Init(config_dict_or_path=dict(config))
+    device = (config[ZERO].get("offload_param") or {}).get("device")
+    init = deepspeed.zero.Init(config_dict_or_path=dict(config), remote_device="nvme" if device == "nvme" else None)
 
     def shard(parameter: nn.Parameter) -> None:
         deepspeed_private.partition(init, parameter)
