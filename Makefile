@@ -3,7 +3,8 @@
 #   make test      set up, then the whole suite
 #   make check     what a contributor runs before a commit: format, lint, types, import contracts, fast tests
 #   make campaign  hours of kills and mixes; writes its figures to tests/campaign/
-#   make bench     measurements: make bench ARGS=overhead (or memory, start); nothing else should run meanwhile
+#   make compiled  tests of what needs C++ operators of DeepSpeed, which are compiled first (minutes; libaio's headers)
+#   make bench     measurements: make bench ARGS=overhead (or memory, start, zero); nothing else should run meanwhile
 #   make pictures  draw docs/images/ again from a run
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,13 +12,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: train test check lint fast campaign bench pictures clean
+.PHONY: train test check lint fast campaign compiled bench pictures clean
 
 train: $(READY)
 	$(BIN)/python -m framework +strategy=fsdp +pp=gpipe $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not campaign" $(ARGS)
+	$(BIN)/python -m pytest -m "not campaign and not compiled_ops" $(ARGS)
 
 check: lint fast
 
@@ -28,11 +29,14 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 fast: $(READY)
-	$(BIN)/python -m pytest -m "not campaign and not slow" tests/unit tests/contract $(ARGS)
+	$(BIN)/python -m pytest -m "not campaign and not compiled_ops and not slow" tests/unit tests/contract $(ARGS)
 
 campaign: $(READY)
 	$(BIN)/python -m pytest -m campaign --timeout 0 $(ARGS)
 	$(BIN)/python tools/mix_docs.py
+
+compiled: $(READY)
+	$(BIN)/python -m pytest -m compiled_ops --timeout 1800 $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python tools/bench.py $(ARGS)

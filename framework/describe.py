@@ -291,11 +291,14 @@ def collectives(plan: RunPlan, model: LightningModule) -> Iterator[tuple[str, st
         # when the module's forward ends, within the step method. A pipeline keeps everything until its last backward.
         again = 0 if mesh.pp > 1 else weights if "frees_blocks" in words else rest
         gathers = rounds * (2 if again == weights else 1)
-        reductions = (
-            rounds if mesh.pp > 1 else 1
-        )  # a pipeline reduces after each batch, else only the last micro-step does
+        # a pipeline reduces after each batch, and so do some engines; else only the last micro-step does
+        reductions = rounds if mesh.pp > 1 or "reduces_every_batch" in words else 1
         yield "dp_shard", "all-gather parameters", gathers, rounds * (weights + again)
         yield "dp_shard", "reduce-scatter gradients", reductions, trained * reductions
+    elif mesh.dp_shard > 1:  # optimizer state is sharded, perhaps gradients
+        reductions = rounds if "reduces_every_batch" in words else 1
+        yield "dp_shard", "reduce-scatter gradients", reductions, trained * reductions
+        yield "dp_shard", "all-gather updated parameters", 1, trained
     if mesh.dp_replicate > 1:
         yield "dp_replicate", "all-reduce gradients", 1, trained // mesh.dp_shard
     if mesh.world_size > 1:

@@ -154,8 +154,11 @@ class BuildSpecs:
         """Return a `framework.checkpoint.CheckpointStore`."""
 
     @hookspec(firstresult=True)
-    def make_strategy(self, plan: RunPlan) -> Any:
-        """Return a Lightning Strategy of one's own; only for engines that own optimizer and backward."""
+    def make_strategy(self, plan: RunPlan, manager: pluggy.PluginManager | None, spawn: bool) -> Any:
+        """Return a Lightning Strategy of one's own; only for engines that own optimizer and backward.
+
+        `manager` and `spawn` are for a subclass of `framework.strategy.MeshStrategy`, as its arguments.
+        """
 
     @hookspec
     def make_loggers(self, plan: RunPlan) -> Sequence[Any]:

@@ -232,7 +232,12 @@ def _region(whole: Tensor, view: Tensor) -> Tensor | None:
 
 # -- replaying ---------------------------------------------------------------------------------------------------------
 def materialize(
-    module: nn.Module, device: torch.device, seed: int, origin: Origin, parameters_on: torch.device | None = None
+    module: nn.Module,
+    device: torch.device,
+    seed: int,
+    origin: Origin,
+    parameters_on: torch.device | None = None,
+    each: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
     """Give every parameter and buffer on the meta device memory and its initial values, in place.
 
@@ -244,8 +249,10 @@ def materialize(
         seed: of the run.
         origin: from before the surgery.
         parameters_on: where the new parameters live; None = `device`. With offloading that is the host.
+        each: called with each new parameter before the next one is made.
     """
     made: dict[str, nn.Parameter] = {}
+    before: dict[str, nn.Parameter] = {}
     with torch.no_grad():
         for name, holder, key in _named(module, "_parameters"):
             parameter = holder._parameters[key]
@@ -257,7 +264,10 @@ def materialize(
                     made[first] = nn.Parameter(empty, parameter.requires_grad)
                     made[first].__dict__.update(parameter.__dict__)  # what its author or a plugin noted on it
                     fill(made[first], origin.steps[first], counter.derive("weights", seed, first))
-                _check_alike(first, made[first], name, parameter)
+                    before[first] = parameter
+                    if each is not None:
+                        each(made[first])
+                _check_alike(first, before[first], name, parameter)
                 holder._parameters[key] = made[first]
             elif parameter is not None and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(device)

@@ -55,5 +55,6 @@ def parallelize(
     if meta and shards:
         offloads = any("offloads_parameters" in words.gives for words in hook.requirements())
         host = torch.device("cpu") if offloads else None
-        initialize.materialize(module, device, plan.seed, origin, host)  # each rank only its own shards
+        # each rank only its own shards
+        initialize.materialize(module, device, plan.seed, origin, host, parts[0].initialised)
     return parts

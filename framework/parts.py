@@ -28,6 +28,8 @@ class ModelPart:
         stages: number of stages in all.
         view: inside it `root` looks as this part sees it; entered around surgery on the part.
         contexts: entered by the strategy around each step's forward and backward (`loss_parallel`, say).
+        initialised: called with each parameter of a module without weights as soon as it has its initial values, for
+            engines that shard a parameter only then; None = nothing to do.
     """
 
     root: LightningModule
@@ -39,6 +41,7 @@ class ModelPart:
     stages: int = 1
     view: AbstractContextManager[None] = field(default_factory=nullcontext)
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    initialised: Callable[[nn.Parameter], None] | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield each owned parameter once."""

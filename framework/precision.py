@@ -150,6 +150,8 @@ class Precision(LightningPrecision):
         """Set by the strategy: clips the gradients of an optimizer over all axes."""
         self.drop_step: Callable[[], bool] = _keep
         """Set by the strategy: whether all ranks agreed to drop this optimizer step (a loss wasn't finite)."""
+        self.engine_step: Callable[[bool], bool] | None = None
+        """Set by the strategy of an engine that clips and steps itself: (drop) -> whether it found an overflow."""
 
     # -- formats ---------------------------------------------------------------------------------------------------
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -219,23 +221,26 @@ class Precision(LightningPrecision):
         result = closure()
         drop = self.drop_step()
         overflow = False
-        if self.scale is not None and not drop:
+        if self.scale is not None and not drop and self.engine_step is None:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             drop = overflow = self.scale.unscale_(gradients)
             self.scale.update(overflow)
         self._after_closure(model, optimizer)
+        if self.engine_step is not None:
+            overflow = self.engine_step(drop)
+            if self.scale is not None and not drop:
+                self.scale.update(overflow)
+            drop = drop or overflow
         self.last_step_skipped = drop
         if drop:
             self.skipped_steps += 1
-            why = (
-                "a loss wasn't finite"
-                if self.scale is None or not overflow
-                else f"overflow; scale {self.scale.scale:g}"
-            )
+            scale = "" if self.scale is None else f"; scale {self.scale.scale:g}"
+            why = f"overflow{scale}" if overflow else "a loss wasn't finite"
             log.warning("Optimizer step %d skipped on all ranks: %s.", model.trainer.global_step, why)
             optimizer.zero_grad(set_to_none=True)
             return result
-        optimizer.step(**kwargs)
+        if self.engine_step is None:
+            optimizer.step(**kwargs)
         return result
 
     def clip_gradients(

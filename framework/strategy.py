@@ -8,7 +8,7 @@ public seams are used: the methods below are those of `lightning.pytorch.strateg
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -278,6 +278,17 @@ class MeshStrategy(ParallelStrategy):
             self._check_reduced()
             window.normalise(p for part in self.parts for p in part.parameters())
         return precision.post_backward(loss, module)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and parameter as this rank holds it, between steps; `full_tensor()` of a DTensor is the whole.
+
+        Collective where an engine of its own holds them in pieces: all ranks go through all of them.
+        """
+        yield from self._module.named_parameters()
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and gradient of each parameter that has one, before an optimizer step; as `named_parameters`."""
+        yield from ((name, p.grad) for name, p in self._module.named_parameters() if p.grad is not None)
 
     def _check_reduced(self) -> None:
         """Stop before a step with gradients of one rank alone (P23); what had none is named."""

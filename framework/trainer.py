@@ -105,8 +105,8 @@ class Trainer(pl.Trainer):
         quiet()
         manager = manager or manager_for(plan)
         hook = manager.hook
-        # a manager doesn't pickle: spawned processes build their own
-        strategy: Strategy = hook.make_strategy(plan=plan) or MeshStrategy(plan, None if spawn else manager, spawn)
+        held = None if spawn else manager  # a manager doesn't pickle: spawned processes build their own
+        strategy: Strategy = hook.make_strategy(plan=plan, manager=held, spawn=spawn) or MeshStrategy(plan, held, spawn)
         strategy.precision_plugin = hook.make_precision(plan=plan)
         settings = {key: value for key, value in plan.trainer.items() if value is not None}
         settings["accumulate_grad_batches"] = plan.batch.accumulation

@@ -187,6 +187,17 @@ class Window:
     # -- its end ---------------------------------------------------------------------------------------------------
     def normalise(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divide by the true weight of the window; call once, after the last backward, before clipping."""
+        factor = self.close()
+        if factor != 1.0:
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+            for gradients in by_dtype.values():
+                foreach_mul_(gradients, factor)
+
+    def close(self) -> float:
+        """End the window; return what its gradients have to be multiplied by, 1 if the step will be dropped."""
         batch, mesh = self.plan.batch, self.plan.mesh
         pieces = mesh.data_ranks * mesh.cp * batch.accumulation * batch.microbatches
         total, self.samples = self.samples, 0.0
@@ -196,15 +207,13 @@ class Window:
         if total == 0.0:
             self._drop = True
         if self._drop or self.reference is None:
-            return
-        factor = pieces * self.reference / total
-        if factor != 1.0:
-            by_dtype: dict[torch.dtype, list[Tensor]] = {}
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
-            for gradients in by_dtype.values():
-                foreach_mul_(gradients, factor)
+            return 1.0
+        return pieces * self.reference / total
+
+    @property
+    def dropping(self) -> bool:
+        """Whether this optimizer step will be dropped."""
+        return self._drop
 
     def take_drop(self) -> bool:
         """Whether this optimizer step must be dropped; forgets it."""

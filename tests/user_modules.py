@@ -132,14 +132,13 @@ class Probe(Callback):
         self.seen = Seen()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.seen.initial = gathered(pl_module.named_parameters())
+        self.seen.initial = gathered(trainer.strategy.named_parameters())
         self.seen.global_step = trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         self.seen.rates.append(float(optimizer.param_groups[0]["lr"]))
         if self.tensors:
-            gradients = ((n, p.grad) for n, p in pl_module.named_parameters() if p.grad is not None)
-            self.seen.gradients.append(gathered(gradients))
+            self.seen.gradients.append(gathered(trainer.strategy.named_gradients()))
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step > self.seen.global_step:
@@ -147,7 +146,7 @@ class Probe(Callback):
             self.seen.losses.append(float(trainer.callback_metrics[self.loss]))
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.seen.final = gathered(pl_module.named_parameters())
+        self.seen.final = gathered(trainer.strategy.named_parameters())
         self.seen.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

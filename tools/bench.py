@@ -1,5 +1,6 @@
-"""Benchmarks: `python tools/bench.py [--json FILE] overhead | memory | start`. Prints a table; `--json` keeps figures.
+"""Benchmarks: `python tools/bench.py [--json FILE] overhead | memory | start | zero`.
 
+Prints a table; `--json` keeps figures.
 They measure, they don't judge: nothing here is a timed test. Run them on a machine that does nothing else.
 """
 
@@ -35,6 +36,10 @@ def main() -> None:
     memory.add_argument("--mixes", nargs="+", help="names of mixes; default: all")
     start = commands.add_parser("start", help="from the command to the first step, and from kill -9 to the next one")
     start.add_argument("--rounds", type=int, default=3)
+    zero = commands.add_parser("zero", help="DeepSpeed's stages and FSDP2: bytes a rank and tokens a second")
+    zero.add_argument("--ranks", type=int, default=2)
+    zero.add_argument("--steps", type=int, default=20, help="optimizer steps that are timed")
+    zero.add_argument("--rows", nargs="+", help="names of rows; default: all")
     arguments = parser.parse_args()
     # Before torch is imported: one thread a rank, as a launcher would set on this many cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,6 +66,11 @@ def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
         report = memory.measure(arguments.mixes)
         return report, memory.table(report)
+    if arguments.command == "zero":
+        from benchmarks import zero
+
+        report = zero.measure(arguments.ranks, arguments.steps, arguments.rows)
+        return report, zero.table(report)
     from benchmarks import start
 
     report = start.measure(arguments.rounds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -69,22 +69,43 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
     Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions.
     The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper.
     """
-    handles = []
-    seen: set[Any] = set()
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            handles.append(node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients)))
-        todo += [following for following, _ in node.next_functions]
+    handles = [
+        node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients))
+        for node in _graph(loss)
+        if type(node).__name__ == "AccumulateGrad"
+    ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _graph(loss: Tensor) -> Iterator[Any]:
+    """Yield each node of the graph that computes `loss`, once."""
+    seen: set[Any] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [following for following, _ in node.next_functions]
+
+
+def leaves_of(loss: Tensor) -> set[int] | None:
+    """Return the `id` of every tensor that the backward of `loss` will give a gradient.
+
+    None: the graph doesn't show it, since a part of it is only built in backward (reentrant checkpointing).
+    """
+    found = set()
+    for node in _graph(loss):
+        kind = type(node).__name__
+        if kind == "CheckpointFunctionBackward":
+            return None
+        if kind == "AccumulateGrad":
+            found.add(id(node.variable))
+    return found
 
 
 def _zeros(gradient: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ import torch
 
 from framework.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, UsageError
 from framework.legality import requirements_of
-from framework.plan import RunPlan
+from framework.plan import Requirements, RunPlan
 from framework.plugin_manager import manager_of
 from framework.verify.mixes import MESH_SLOTS, Mix, every, pairwise
 from framework.verify.reference import Bounds, Distance, distances, global_norm, tensor_distances, unmoved
@@ -37,15 +37,15 @@ CONTEXT = 32
 
 QUIET = {
     "accelerator": "cpu",
-    "precision": "fp64",
     "sampler.shuffle": "false",
     "trainer.enable_progress_bar": "false",
     "trainer.limit_val_batches": "0",
     **dict.fromkeys(("checkpoint", "logs", "recovery", "logger"), "none"),
 }
-"""What is set in any case: this host's CPUs whatever the target is, exact enough for a narrow bound, in order."""
+"""What is set in any case, with the precision: this host's CPUs whatever the target is, in order."""
 
-BOUNDS = Bounds()
+BOUNDS = {"fp64": Bounds(), "fp32": Bounds(loss=1e-6, gradient=1e-5, update=1e-5, floor=0.1)}
+"""Precision -> how near is equal. fp32 is for mixes with an option that excludes `precision=fp64`."""
 TIMEOUT_S = 300.0
 GOOD = ("equal", "refused", "caught")
 SHOWN = 8
@@ -61,17 +61,19 @@ class Row:
     Attributes:
         mix: its words.
         ranks: processes.
+        precision: that it ran in; the reference is always computed in fp64.
         verdict: `equal`, `wrong`, `failed` (it didn't run to its end) or `refused` (not legal); of a planted fault
             `caught` or `missed`.
         worst: largest relative distance from the reference, over everything that is compared.
         seconds: that it took.
-        initial_sha256: of its initial weights.
+        initial_sha256: of its initial weights in fp32.
         lines: what differs, or why it was refused or failed.
     """
 
     mix: str
     ranks: int
     verdict: str
+    precision: str = "fp64"
     worst: float | None = None
     seconds: float = 0.0
     initial_sha256: str = ""
@@ -152,21 +154,23 @@ class _Composer:
         typed = {word.lstrip("+~").partition("=")[0] for word in rest}
         kept = {**{key: value for key, value in SMALL.items() if key not in typed}, **QUIET}
         kept |= {"trainer.max_steps": str(flags.steps), "run_dir": folder}
-        clash = typed & kept.keys()
+        clash = typed & {*kept, "precision"}
         if clash:
             raise UsageError(f"verify sets {', '.join(sorted(clash))} itself. Leave that out.")
         self.config_name = flags.config_name
+        self._wants: dict[tuple[str, str], Requirements] = {}
         self.rest = [*rest, *(f"{key}={value}" for key, value in kept.items())]
         context = (self._one_process().values.get("model") or {}).get("context")
         if isinstance(context, int) and context > CONTEXT and not typed & {"model.context", "data.context"}:
             self.rest.append(f"model.context={CONTEXT}")
 
-    def __call__(self, words: Sequence[str], more: Sequence[str] = ()) -> RunPlan:
+    def __call__(self, words: Sequence[str], more: Sequence[str] = (), precision: str = "") -> RunPlan:
         """Return the plan of a mix that was typed; what a recipe says about the mesh is left out.
 
         Args:
             words: of the mix.
             more: other words, which count more than what a verification sets.
+            precision: of the run; empty = the most exact that the mix allows.
         """
         from framework.compose import compose
 
@@ -174,33 +178,45 @@ class _Composer:
         off = [f"{slot}=none" for slot in _with_options() if slot not in slots]
         said = {word.partition("=")[0] for word in more}
         rest = [word for word in self.rest if word.partition("=")[0] not in said]
-        return compose([*words, *off, *more, *rest], self.config_name)
+        precise = f"precision={precision or self.most_exact(words)}"
+        return compose([*words, *off, precise, *more, *rest], self.config_name)
 
     def _one_process(self) -> Blueprint:
         from framework.compose import blueprint, read
 
         off = [f"{slot}=none" for slot in _with_options()]
-        return blueprint(read([*off, "devices=1", "num_nodes=1", *self.rest], self.config_name))
+        words = [*off, "devices=1", "num_nodes=1", "precision=fp64", *self.rest]
+        return blueprint(read(words, self.config_name))
 
     @cached_property
     def base(self) -> Blueprint:
         """One process, of which the mixes are variations."""
-        base = self._one_process()
-        base.plan()  # builds the model, which the variations share
-        return base
+        return self._one_process()
 
     def vary(self, mix: Mix) -> RunPlan:
         """Return the plan of a mix of the list: what was composed once is varied, which takes milliseconds."""
-        return self.base.vary(mix.words, mix.ranks).plan()
+        if self.base.model is None:
+            self.base.plan()  # builds the model, which the variations share
+        return self.base.vary((*mix.words, f"precision={self.most_exact(mix.words)}"), mix.ranks).plan()
 
     def options(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Return the options of the concerns of the mesh, and the variants of each."""
-        found: dict[str, dict[str, tuple[str, ...]]] = {}
-        for slot, names in _with_options().items():
-            built = {name: option[1] for name in names if (option := self.base.option(slot, name)) is not None}
-            wants = requirements_of(manager_of(built))
-            found[slot] = {name: wants[name].variants if name in wants else () for name in built}
-        return found
+        options = _with_options()
+        return {slot: {name: self.wants(slot, name).variants for name in names} for slot, names in options.items()}
+
+    def wants(self, slot: str, name: str) -> Requirements:
+        """Return what an option needs, gives and excludes; nothing if it can't be built."""
+        if (slot, name) not in self._wants:
+            built = self.base.option(slot, name)
+            found = {} if built is None else requirements_of(manager_of({slot: built[1]}))
+            self._wants[slot, name] = found.get(slot, Requirements())
+        return self._wants[slot, name]
+
+    def most_exact(self, words: Sequence[str]) -> str:
+        """Return the precision in which a mix is verified: fp64, or fp32 if an option of it excludes that."""
+        chosen = [word.lstrip("+~").partition("=") for word in words]
+        excludes = [self.wants(slot, name).excludes for slot, _, name in chosen if slot in MESH_SLOTS]
+        return "fp32" if any("precision=fp64" in words for words in excludes) else "fp64"
 
 
 def _slot(word: str) -> str:
@@ -243,12 +259,13 @@ class _Oracle:
         self.steps = steps
         self._truths: dict[tuple[str, ...], tuple[RunPlan, float, Outcome]] = {}
 
-    def truth(self, more: Sequence[str] = ()) -> tuple[RunPlan, float, Outcome]:
-        """Return the plan of one process, the learning rate, and what the reference shows; `more` as in `_Composer`."""
+    def truth(self, more: Sequence[str] = (), precision: str = "fp64") -> tuple[RunPlan, float, Outcome]:
+        """Return the plan of one process, the learning rate, and what the reference shows; arguments of `_Composer`."""
         from framework.verify import rank
 
-        if tuple(more) not in self._truths:
-            single = self.composer(["devices=1"], more)
+        key = (*more, precision)
+        if key not in self._truths:
+            single = self.composer(["devices=1"], more, precision)
             first, batches = self._run(rank.begin, 1, single, self.steps)
             if not first.result.grad_norms[0] > 0:
                 raise UsageError("The gradient of the first step is zero, so nothing can be verified: use other data.")
@@ -257,33 +274,38 @@ class _Oracle:
             lr = SHARE * global_norm(learning) / first.result.grad_norms[0]
             clip, by = (single.trainer.get(f"gradient_clip_{what}") for what in ("val", "algorithm"))
             want = self._run(rank.alone, 1, single.components["model"], first, batches, lr, clip or None, by or "norm")
-            still = unmoved(want.result, BOUNDS)
+            still = unmoved(want.result, BOUNDS[precision])
             if still:
                 print(
                     f"Nothing is proven about {', '.join(still)}: they hardly move in {self.steps} steps.",
                     file=sys.stderr,
                 )
-            self._truths[tuple(more)] = (single, lr, want)
-        return self._truths[tuple(more)]
+            self._truths[key] = (single, lr, want)
+        return self._truths[key]
 
     def judge(self, mix: Mix, plan: RunPlan, more: Sequence[str] = (), mutant: str = "") -> Row:
         """Train under a mix, with a planted fault if one is named, and hold it against the reference."""
         from framework.testing import RanksError
         from framework.verify import rank
 
-        _, lr, want = self.truth(more)
+        precision = plan.chosen("precision") or "fp64"
+        _, lr, want = self.truth(more, precision)
+        bounds = BOUNDS[precision]
+        allowed = {"loss of step": bounds.loss, "update": bounds.update}
         began = time.monotonic()
-        row = Row(mutant or str(mix), mix.ranks, "failed")
+        row = Row(mutant or str(mix), mix.ranks, "failed", precision)
         try:
             got = self._run(rank.train, mix.ranks, plan, lr, mutant)
         except RanksError as error:
             row.lines = str(error).splitlines()[:3]
         else:
-            found = distances(got.result, want.result, BOUNDS.floor) + _other_distances(got, want)
+            found = distances(got.result, want.result, bounds.floor) + _other_distances(got, want)
             row.worst = max((math.inf if math.isnan(one.distance) else one.distance for one in found), default=math.inf)
-            row.lines = [f"{one}{_named(one.ratio, plan)}" for one in found if not one.distance <= BOUNDS.gradient]
+            wrong = [one for one in found if not one.distance <= allowed.get(one.kind, bounds.gradient)]
+            row.lines = [f"{one}{_named(one.ratio, plan)}" for one in wrong]
             row.verdict = "wrong" if row.lines else "equal"
-            row.initial_sha256 = rank.sha256(got.initial)
+            # in one precision, so that rows of several can be compared
+            row.initial_sha256 = rank.sha256({name: tensor.float() for name, tensor in got.initial.items()})
         row.seconds = time.monotonic() - began
         return row
 
@@ -372,7 +394,8 @@ def _finite(number: float | None) -> float | str | None:
 
 def _line(row: Row) -> str:
     worst = "" if row.worst is None else f"{row.worst:.1e}"
-    return f"{row.verdict:8} {row.ranks:2} ranks  {worst:8} {row.seconds:5.1f} s  {row.mix}"
+    precision = "" if row.precision == "fp64" else f" (in {row.precision})"
+    return f"{row.verdict:8} {row.ranks:2} ranks  {worst:8} {row.seconds:5.1f} s  {row.mix}{precision}"
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, Any]:

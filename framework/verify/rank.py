@@ -91,13 +91,12 @@ class Watch(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep the initial weights."""
-        self.initial = self._gathered("initial", pl_module.named_parameters())
+        self.initial = self._gathered("initial", trainer.strategy.named_parameters())
         self.initial_buffers = self._gathered("initial buffer", pl_module.named_buffers())
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Keep the gradients, before clipping."""
-        gradients = ((name, p.grad) for name, p in pl_module.named_parameters() if p.grad is not None)
-        whole = self._gathered("gradient", gradients)
+        whole = self._gathered("gradient", trainer.strategy.named_gradients())
         self.norms.append(reference.global_norm(whole.values()))
         self.gradients = self.gradients or whole
 
@@ -109,7 +108,7 @@ class Watch(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep weights and buffers."""
-        self.final = self._gathered("final", pl_module.named_parameters())
+        self.final = self._gathered("final", trainer.strategy.named_parameters())
         self.buffers = self._gathered("buffer", pl_module.named_buffers())
 
     def _gathered(self, kind: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

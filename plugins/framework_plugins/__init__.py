@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from framework.hookspecs import hookimpl
 from framework.paths import conf_dir
@@ -15,3 +15,9 @@ def config_roots() -> Sequence[str]:
     A path and not `pkg://`, because `conf/` has no `__init__.py`: in a checkout it isn't a package.
     """
     return [f"file://{conf_dir()}"]
+
+
+@hookimpl
+def commands() -> Mapping[str, str]:
+    """What an option can show of a run that isn't started."""
+    return {"deepspeed_config": "framework_plugins.strategy.deepspeed_config:show"}

@@ -1,4 +1,4 @@
-"""Private names of torch and Lightning are used in two files only, and this notices when one of them moves."""
+"""Private names of torch, Lightning and DeepSpeed are used in three files only; this notices when one of them moves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 ADAPTERS = (
     ROOT / "framework" / "adapters" / "torch_private.py",
     ROOT / "framework" / "adapters" / "lightning_private.py",
+    ROOT / "framework" / "adapters" / "deepspeed_private.py",
 )
-FOREIGN = ("torch", "lightning", "hydra", "pluggy", "omegaconf", "rich")
+FOREIGN = ("torch", "lightning", "deepspeed", "hydra", "pluggy", "omegaconf", "rich")
 """Packages whose private names are meant."""
 
 
@@ -310,3 +311,64 @@ def _restored_loop(epochs: Any, batches: Any, stepped: int, max_steps: int, last
     again.fit_loop.load_state_dict(state)
     assert "load_state_dict" not in vars(again.fit_loop)  # once only
     return again.fit_loop
+
+
+def test_what_the_adapter_reaches_for_in_deepspeed() -> None:
+    """Names on objects that need several processes; that each does what is said of it is seen in the parity rows."""
+    import inspect
+
+    from deepspeed.ops.op_builder import builder
+    from deepspeed.runtime import torch_autocast
+    from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2
+    from deepspeed.utils import groups
+
+    comm, communication = (importlib.import_module(f"deepspeed.comm.{name}") for name in ("comm", "torch"))
+    assert "build_shm_op" in communication.TorchBackend.__init__.__code__.co_names
+    assert hasattr(comm, "cdb")
+    assert hasattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED")
+    assert hasattr(torch_autocast, "TORCH_AUTOCAST_DTYPE")
+    assert callable(groups._release_process_group_references)
+    assert list(inspect.signature(builder.OpBuilder.jit_load).parameters) == ["self", "verbose"]
+    init = partition_parameters.Init
+    assert callable(init._convert_to_zero_parameters)
+    assert {"param_id", "num_persisted_parameters", "num_persisted_elements"} <= set(vars(init))
+    for zero in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
+        scale = inspect.getsource(zero.override_loss_scale)
+        assert "self.custom_loss_scaler = True" in scale
+        assert "self.external_loss_scale = loss_scale" in scale
+        assert callable(zero.check_overflow)
+        assert "averaged_gradients" in inspect.getsource(zero)
+    first, third = stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3
+    assert {"update_lp_params", "_lazy_init_hp_params_optimizer_state"} <= set(dir(first))
+    assert "_reassign_or_swap_out_partitioned_parameters" in dir(third)
+    source = inspect.getsource(first)
+    for name in ("_hp_optimizer_states_linked", "single_partition_of_fp32_groups", "bit16_groups", "all_grad_tensors"):
+        assert f"self.{name}" in source
+    source = inspect.getsource(third)
+    for name in ("fp32_partitioned_groups_flat", "fp16_groups", "persistent_parameters"):
+        assert f"self.{name}" in source
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_deepspeed_compiles_nothing_without_a_word(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder, builder
+
+    from framework.adapters.deepspeed_private import building
+    from framework.errors import RunFailedError
+
+    communication = importlib.import_module("deepspeed.comm.torch")  # the attribute of this name is torch itself
+    built: list[str] = []
+    monkeypatch.setattr(builder.OpBuilder, "jit_load", lambda self, verbose=True: built.append(self.name))
+    said: list[str] = []
+    with building(allowed, said.append):
+        assert communication.build_shm_op() is None
+        if allowed:
+            AsyncIOBuilder().jit_load()
+        else:
+            with pytest.raises(RunFailedError, match="would compile its operator async_io now"):
+                AsyncIOBuilder().jit_load()
+    assert built == (["async_io"] if allowed else [])
+    assert [line for line in said if "compiles its operator async_io" in line] == said
+    assert len(said) == len(built)
+    AsyncIOBuilder().jit_load()
+    assert len(said) == int(allowed), "outside it is DeepSpeed's own again"
