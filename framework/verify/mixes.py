@@ -11,14 +11,17 @@ from typing import Any
 MESH_SLOTS = ("strategy", "tp", "pp", "cp", "ep")
 """Concerns that have an axis of the mesh."""
 
+_TENSOR_PARALLEL = (
+    "",
+    "tp.sequence_parallel=true",
+    "tp.loss_parallel=true",
+    "tp.sequence_parallel=true tp.loss_parallel=true",
+)
+
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "strategy=fsdp": ("", "strategy.sharding=shard_grad_op", "strategy.replicas=2"),
-    "tp=dtensor": (
-        "",
-        "tp.sequence_parallel=true",
-        "tp.loss_parallel=true",
-        "tp.sequence_parallel=true tp.loss_parallel=true",
-    ),
+    "tp=dtensor": _TENSOR_PARALLEL,
+    "tp=megatron": _TENSOR_PARALLEL,
 }
 """Settings of an option that make it another mix; an option that isn't here has one."""
 

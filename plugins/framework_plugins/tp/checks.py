@@ -23,7 +23,13 @@ HEAD_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_siz
 
 
 def problems(
-    model: nn.Module, plan: Mapping[str, str] | None, size: int, *, sequence_parallel: bool, loss_parallel: bool
+    model: nn.Module,
+    plan: Mapping[str, str] | None,
+    size: int,
+    *,
+    option: str,
+    sequence_parallel: bool,
+    loss_parallel: bool,
 ) -> list[Problem]:
     """Return all complaints about splitting `model` over `size` ranks.
 
@@ -31,12 +37,13 @@ def problems(
         model: whole and not split yet; on the meta device or real.
         plan: pattern -> word; None = there is none.
         size: ranks on axis tp, at least 2.
-        sequence_parallel: as in `DTensorParallel`.
-        loss_parallel: as in `DTensorParallel`.
+        option: name of the option, for complaints.
+        sequence_parallel: as in `LayerParallel`.
+        loss_parallel: as in `LayerParallel`.
     """
     if plan is None:
         reason = f"{type(model).__name__} has no attribute `tp_plan` that says which layer is split how."
-        return [Problem("tp=dtensor", reason, "tp.plan={<layer pattern>:<colwise, rowwise, ...>}, or tp=none")]
+        return [Problem(f"tp={option}", reason, "tp.plan={<layer pattern>:<colwise, rowwise, ...>}, or tp=none")]
     unknown = [_unknown_word(pattern, word) for pattern, word in plan.items() if word not in WORDS]
     known = {pattern: word for pattern, word in plan.items() if word in WORDS}
     modules = dict(model.named_modules())
@@ -47,10 +54,10 @@ def problems(
         *(_clash(name, patterns, plan) for name, patterns in layout.clashes.items()),
         *_kinds(modules, layout),
         *_indivisible([*_dimensions(modules, layout, size), *_heads(modules, layout, size)], size),
-        *_ties(modules, layout),
+        *_ties(modules, layout, option),
     ]
     if not unknown and not layout.unmatched:
-        found += _left_out(modules, layout, sequence_parallel)
+        found += _left_out(modules, layout, option, sequence_parallel)
     if sequence_parallel and not (layout.named("embedding") and layout.named("head")):
         reason = "the plan needs an `embedding`, where sequences are cut, and a `head`, where they are joined again."
         found.append(Problem("tp.sequence_parallel=true", reason, "tp.sequence_parallel=false"))
@@ -175,7 +182,7 @@ def _heads(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Itera
                 yield Uneven(name, what, outputs // width)
 
 
-def _ties(modules: Mapping[str, nn.Module], layout: Layout) -> Iterator[Problem]:
+def _ties(modules: Mapping[str, nn.Module], layout: Layout, option: str) -> Iterator[Problem]:
     """Yield complaints about one parameter that two layers would hold in different layouts."""
     cuts = {"colwise": "rows", "head": "rows", "embedding": "rows", "rowwise": "columns"}
     holders: dict[nn.Parameter, tuple[str, str]] = {}
@@ -185,10 +192,10 @@ def _ties(modules: Mapping[str, nn.Module], layout: Layout) -> Iterator[Problem]
             first, other = holders.setdefault(parameter, (name, cut))
             if other != cut:
                 reason = f"layers {first} and {name} share one parameter, but the plan cuts it by {other} and by {cut}."
-                yield Problem("tp=dtensor", reason, "a plan that names both layers, as embedding and head say")
+                yield Problem(f"tp={option}", reason, "a plan that names both layers, as embedding and head say")
 
 
-def _left_out(modules: Mapping[str, nn.Module], layout: Layout, sequence_parallel: bool) -> list[Problem]:
+def _left_out(modules: Mapping[str, nn.Module], layout: Layout, option: str, sequence_parallel: bool) -> list[Problem]:
     """Complain about layers with parameters that no pattern names where it matters what their input is.
 
     Beside a `colwise` or `rowwise` layer the input may be split, and with sequence parallelism it may be a piece of the
@@ -205,7 +212,7 @@ def _left_out(modules: Mapping[str, nn.Module], layout: Layout, sequence_paralle
         if names[0] and parent(names[0]) in families:
             reason = f"layer {_all(names)} stands beside split layers; the plan must say what it gets."
             found.append(
-                Problem("tp=dtensor", reason, f"{pattern}: shared (split activations), copied (whole) or norm")
+                Problem(f"tp={option}", reason, f"{pattern}: shared (split activations), copied (whole) or norm")
             )
         elif sequence_parallel:
             where = _all(names) or "the model itself"
