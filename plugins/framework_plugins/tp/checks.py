@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from framework.errors import Problem
-from framework_plugins.tp.layout import SPLIT_WORDS, WORDS, Layout, parent, resolve
+from framework_plugins.tp.layout import HEAD_COUNTS, SPLIT_WORDS, WORDS, Layout, parent, resolve
 from framework_plugins.tp.ranges import every_rank_has_some
 
-HEAD_COUNTS = (
-    "heads", "n_heads", "num_heads", "n_head", "num_attention_heads",
-    "kv_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "num_key_value_heads",
-)  # fmt: skip
-"""Attributes in which attention modules keep how many heads they have."""
+if TYPE_CHECKING:
+    from framework_plugins.tp.tracing import Found
 
 HEAD_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_kv")
 """Attributes in which attention modules keep how wide a head is."""
@@ -24,7 +21,7 @@ HEAD_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_siz
 
 def problems(
     model: nn.Module,
-    plan: Mapping[str, str] | None,
+    plan: Mapping[str, str],
     size: int,
     *,
     option: str,
@@ -35,15 +32,12 @@ def problems(
 
     Args:
         model: whole and not split yet; on the meta device or real.
-        plan: pattern -> word; None = there is none.
+        plan: pattern -> word.
         size: ranks on axis tp, at least 2.
         option: name of the option, for complaints.
         sequence_parallel: as in `LayerParallel`.
         loss_parallel: as in `LayerParallel`.
     """
-    if plan is None:
-        reason = f"{type(model).__name__} has no attribute `tp_plan` that says which layer is split how."
-        return [Problem(f"tp={option}", reason, "tp.plan={<layer pattern>:<colwise, rowwise, ...>}, or tp=none")]
     unknown = [_unknown_word(pattern, word) for pattern, word in plan.items() if word not in WORDS]
     known = {pattern: word for pattern, word in plan.items() if word in WORDS}
     modules = dict(model.named_modules())
@@ -65,6 +59,36 @@ def problems(
         reason = "the plan has no `head`, so there are no split logits."
         found.append(Problem("tp.loss_parallel=true", reason, "tp.loss_parallel=false"))
     return found
+
+
+def of_tracing(model: nn.Module, found: Found, option: str, sequence_parallel: bool) -> list[Problem]:
+    """Return why a plan can't be had by tracing; empty = `found` has one.
+
+    Args:
+        model: has no `tp_plan`, and none was typed.
+        found: what tracing found.
+        option: name of the option.
+        sequence_parallel: as in `LayerParallel`.
+    """
+    fix = "tp.plan={<layer pattern>:<colwise, rowwise, ...>}, or tp=none"
+    if not found.words:
+        alike: dict[str, tuple[str, list[str]]] = {}
+        for name, why in found.whole.items():
+            alike.setdefault(_pattern(name), (why, []))[1].append(name)
+        told = "; ".join(f"{_all(names)}: {why}" for why, names in list(alike.values())[:REASONS])
+        reason = (
+            f"{type(model).__name__} has no attribute `tp_plan` that says which layer is split how, and tracing found"
+            " no linear layers that could be split" + (f" ({told})" if told else "")
+        )
+        return [Problem(f"tp={option}", reason, fix)]
+    if sequence_parallel:
+        reason = f"the plan was found by tracing, which doesn't tell what gets a piece of the sequence: {found.words}."
+        return [Problem("tp.sequence_parallel=true", reason, "tp.plan={...} with `norm` layers too")]
+    return []
+
+
+REASONS = 4
+"""How many reasons are told."""
 
 
 def _unknown_word(pattern: str, word: str) -> Problem:

@@ -52,7 +52,7 @@ def _wanted(
 def watch_(tensor: Tensor, module: nn.Module, key: str) -> None:
     """Hold the gradient of `tensor`, this rank's piece of parameter `key`, against what was noted on `module`."""
     name, shape, words = getattr(module, WANTED)[key]
-    tensor.register_hook(partial(_check, name, shape, words))
+    tensor.register_hook(partial(_check, name, shape, words))  # type: ignore[no-untyped-call]
 
 
 def _check(name: str, shape: tuple[int, ...], words: str, gradient: Tensor) -> None:

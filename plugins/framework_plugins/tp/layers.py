@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from framework import Problem, RunPlan, hookimpl
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from framework.mesh import Mesh
     from framework.parts import ModelPart
     from framework_plugins.tp.styles import Axis
+    from framework_plugins.tp.tracing import Found
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -22,7 +26,7 @@ class LayerParallel:
     Attributes:
         size: ranks that share each layer; None = as many as `devices` leaves.
         plan: pattern -> word (`framework_plugins.tp.layout.WORDS`), names relative to the LightningModule, `*` for one
-            part of a name; None = the model's own attribute `tp_plan`.
+            part of a name; None = the model's own attribute `tp_plan`, and without that what tracing finds.
         sequence_parallel: between blocks each rank holds a piece of every sequence (Korthikanti et al., 2022).
         loss_parallel: logits stay split over the vocabulary, and the loss is computed on the pieces.
         check_shapes: in each backward, hold the gradient of every layer in the plan against the shape of its piece.
@@ -35,6 +39,7 @@ class LayerParallel:
     sequence_parallel: bool = False
     loss_parallel: bool = False
     check_shapes: bool = False
+    _found: Found | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.size is not None and self.size < 1:
@@ -44,9 +49,21 @@ class LayerParallel:
         """Return what moves activations between the ranks."""
         raise NotImplementedError
 
-    def words(self, model: Any) -> Mapping[str, str] | None:
-        """Return the plan of `model`: pattern -> word; None = there is none."""
+    def words(self, model: Any) -> Mapping[str, str]:
+        """Return the plan of `model`: pattern -> word; empty = nothing can be split."""
+        told = self._told(model)
+        return told if told is not None else self._traced(model).words
+
+    def _told(self, model: Any) -> Mapping[str, str] | None:
         return self.plan if self.plan is not None else getattr(model, "tp_plan", None)
+
+    def _traced(self, model: Any) -> Found:
+        """Return what tracing finds; of the whole model, which `check_model` gets before it is cut into stages."""
+        if self._found is None:
+            from framework_plugins.tp.tracing import find
+
+            self._found = find(model)
+        return self._found
 
     @hookimpl
     def mesh_axes(self) -> Mapping[str, int | None]:
@@ -58,8 +75,15 @@ class LayerParallel:
         """Every layer that can't be split, by name."""
         if plan.mesh.tp == 1:
             return []
-        from framework_plugins.tp.checks import problems
+        from framework_plugins.tp.checks import of_tracing, problems
 
+        self._found = None  # of another model
+        found = self._traced(model) if self._told(model) is None else None
+        refused = of_tracing(model, found, self.option, self.sequence_parallel) if found is not None else []
+        if refused:
+            return refused
+        if found is not None:
+            log.info("tp=%s: plan found by tracing: %s", self.option, found.words)
         return problems(
             model,
             self.words(model),
@@ -75,7 +99,7 @@ class LayerParallel:
         if plan.mesh.tp == 1:
             return {}
         modules = dict(model.named_modules())
-        layout = resolve(self.words(model) or {}, modules)
+        layout = resolve(self.words(model), modules)
         return {
             parameter: 1 if layout.words[name] == "rowwise" else 0
             for name in layout.named(*SPLIT_WORDS)
@@ -99,7 +123,11 @@ class LayerParallel:
             loss_parallel=self.loss_parallel,
             check_shapes=self.check_shapes,
         )
-        layout = resolve(self.words(part.root) or {}, part.owned)
+        layout = resolve(self.words(part.root), part.owned)
         split_(part, layout, axis)
+        if self._told(part.root) is None:
+            from framework_plugins.tp.tracing import guard_
+
+            guard_(part.owned, self._traced(part.root))
         if self.loss_parallel and layout.named("head"):
             part.contexts.append(VocabLoss)

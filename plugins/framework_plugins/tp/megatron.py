@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class MegatronParallel(LayerParallel):
     """Layers split over ranks, communication as in Megatron-LM (Shoeybi et al., 2019; Korthikanti et al., 2022).
 
-    Parameters are DTensors as under `tp=dtensor`, so that clipping, checkpoints, initial weights and data-parallel wraps
-    know what is where; only what happens to activations differs.
+    Parameters are DTensors as under `tp=dtensor`, so that clipping, checkpoints, initial weights and data-parallel
+    wraps know what is where; only what happens to activations differs.
     """
 
     option: ClassVar[str] = "megatron"

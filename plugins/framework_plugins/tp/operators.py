@@ -1,6 +1,6 @@
 """The communication operators of tensor parallelism, each written out with its conjugate.
 
-What Shoeybi et al. (2019) call f and g, and what Korthikanti et al. (2022) put in their place with sequence parallelism:
+What Shoeybi et al. (2019) call f and g, and what Korthikanti et al. (2022) put in their place for sequence parallelism:
 
 | operator | forward | backward |
 |---|---|---|

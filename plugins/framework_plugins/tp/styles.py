@@ -34,7 +34,7 @@ from framework_plugins.tp.streams import Streams
 class Axis:
     """What all layers of one part share.
 
-    This one moves activations by DTensor placements; `framework_plugins.tp.operators.OperatorAxis` by its own operators.
+    This one moves activations by DTensor placements, `framework_plugins.tp.operators.OperatorAxis` by operators.
 
     Attributes:
         mesh: the 1-D mesh of axis tp.
