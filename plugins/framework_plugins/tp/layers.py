@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from framework import Problem, RunPlan, hookimpl
@@ -39,11 +39,11 @@ class LayerParallel:
     sequence_parallel: bool = False
     loss_parallel: bool = False
     check_shapes: bool = False
-    _found: Found | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.size is not None and self.size < 1:
             raise ValueError(f"tp.size={self.size} must be at least 1.")
+        self._found: Found | None = None  # no field: it is no setting
 
     def axis(self) -> type[Axis]:
         """Return what moves activations between the ranks."""
