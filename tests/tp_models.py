@@ -136,6 +136,31 @@ class Gpt(LightningModule):
         return {"loss": loss, "weight": (batch["targets"] != -100).sum()}
 
 
+class ByHand(Attention):
+    """Numbers of heads in its views, keys and values repeated, products and softmax by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, _ = x.shape
+        q = self.q_norm(self.wq(x).view(samples, length, self.heads, self.head_dim)).transpose(1, 2)
+        k = self.wk(x).view(samples, length, self.kv_heads, self.head_dim).transpose(1, 2).repeat_interleave(2, dim=1)
+        v = self.wv(x).view(samples, length, self.kv_heads, -1).transpose(1, 2).repeat_interleave(2, dim=1)
+        later = torch.ones(8, 8, dtype=torch.bool, device=x.device).triu(1)
+        scores = (q @ k.transpose(-2, -1)) / self.head_dim**0.5
+        y = torch.softmax(scores.masked_fill(later, float("-inf")), dim=-1) @ v
+        return self.wo(y.transpose(1, 2).reshape(samples, length, -1))
+
+
+class Unplanned(Gpt):
+    """A model that says nothing of tensor parallelism, for samples of 8 tokens."""
+
+    tp_plan = None  # type: ignore[assignment]
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for layer in self.layers:
+            layer.attention.__class__ = ByHand
+
+
 def batches(steps: int = 6, samples: int = 4, length: int = 8, vocab: int = 12) -> list[dict[str, Tensor]]:
     """Random tokens; some targets don't count."""
     generator = torch.Generator().manual_seed(1)

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.distributed import distributed_c10d
@@ -289,3 +290,32 @@ def tree_leaves(tree: Any) -> list[Any]:
 def tree_map(function: Callable[..., Any], tree: Any) -> Any:
     """Return the same nested containers with `function` applied to each leaf."""
     return _pytree.tree_map(function, tree)
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over `group`, as a new tensor.
+
+    By the operators that DTensor uses: compilation and selective checkpointing know these by name.
+    """
+    return _done(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), "sum", group.group_name))
+
+
+def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the equal-sized tensors of all ranks of `group`, one after the other along `dim`."""
+    size = group.size()
+    gathered = _done(
+        torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), size, group.group_name)
+    )  # along the first dim
+    return torch.cat(gathered.chunk(size), dim)
+
+
+def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's piece along `dim`, which the size of `group` divides, of the sum over `group`."""
+    size = group.size()
+    pieces = torch.cat(tensor.chunk(size, dim))
+    return _done(torch.ops._c10d_functional.reduce_scatter_tensor(pieces, "sum", size, group.group_name))
+
+
+def _done(pending: Tensor) -> Tensor:
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
+    return result

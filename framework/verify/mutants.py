@@ -230,11 +230,26 @@ def _bias_a_rank(original: Any) -> Any:
     return changed
 
 
+def _without_conjugate(original: Any) -> Any:
+    """The gradient of an operator goes on as it came."""
+    return staticmethod(lambda ctx, gradient: (gradient, None))
+
+
+def _own_part_only(original: Any) -> Any:
+    """Each rank keeps its piece of its own gradient of a gathered sequence; nothing is added up."""
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.mesh.size(), -2)[ctx.mesh.get_local_rank()].contiguous(), None
+
+    return staticmethod(backward)
+
+
 # -- the list ----------------------------------------------------------------------------------------------------------
 DDP_INIT = "torch.nn.parallel.DistributedDataParallel.__init__"
 SHARD = "torch.distributed.fsdp.fully_shard"
 WEIGH = "framework.window.Window.weigh"
 AXIS = "framework_plugins.tp.styles.Axis"
+OPERATORS = "framework_plugins.tp.operators"
 ACCUMULATE = "trainer.accumulate_grad_batches=2"
 PIPE = "pp=gpipe pp.microbatches=4"
 
@@ -281,6 +296,12 @@ MUTANTS = (
            {"framework.clipping._copies": _returns(1)}),
     Mutant("tp: the head's share of the gradient of a tied weight is lost", "tp=dtensor model.tied=true",
            {"framework_plugins.tp.styles.Head.run": _weight_detached}),
+    Mutant("megatron: gradients of copied inputs aren't reduced", "tp=megatron",
+           {f"{OPERATORS}._Copy.backward": _without_conjugate}),
+    Mutant("megatron: gradients of a gathered sequence aren't reduced", "tp=megatron tp.sequence_parallel=true",
+           {f"{OPERATORS}._GatherSequence.backward": _own_part_only}),
+    Mutant("megatron: the bias of row-split layers is added a rank", "tp=megatron",
+           {"framework_plugins.tp.styles.Rowwise.run": _bias_a_rank}, BIASED),
     Mutant("pp: gradients are erased by zero_grad", PIPE, {"framework.pipeline.Pipeline.merge_gradients": _nothing}),
     Mutant("pp: one micro-batch is taken twice, one never", PIPE, {"framework.pipeline.split": _first_taken_twice}),
     Mutant("pp: isn't divided by the number of micro-batches", PIPE,

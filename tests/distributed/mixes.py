@@ -69,6 +69,8 @@ TP = "tp=dtensor"
 SP = "tp=dtensor tp.sequence_parallel=true"
 LP = "tp=dtensor tp.loss_parallel=true"
 SP_LP = "tp=dtensor tp.sequence_parallel=true tp.loss_parallel=true"
+MEGATRON = "tp=megatron"
+SWITCHES = "tp.sequence_parallel=true tp.loss_parallel=true"
 CLIP = "trainer.gradient_clip_val=0.5"
 CLIP_INF = "trainer.gradient_clip_val=0.01 trainer.gradient_clip_algorithm=inf_norm"
 CLIP_VALUE = "trainer.gradient_clip_val=0.003 trainer.gradient_clip_algorithm=value"
@@ -118,6 +120,9 @@ MIXES = [
     Mix("full_shard2 x tp2 sp, selective AC", 4, f"{FSDP} {SP} activation=selective"),
     Mix("full_shard2 x tp2 lp, accumulation, clip", 4, f"{FSDP} {LP} {ACC2} {CLIP}"),
     Mix("hybrid 2x2 x tp2, clip", 8, f"{FSDP} strategy.replicas=2 {TP} {CLIP}"),
+    Mix("megatron2 sp lp, accumulation, clip", 2, f"{MEGATRON} {SWITCHES} {ACC2} {CLIP}"),
+    Mix("ddp2 x megatron2 sp, clip value", 4, f"strategy=ddp {MEGATRON} tp.sequence_parallel=true {CLIP_VALUE}"),
+    Mix("full_shard2 x megatron2, selective AC, clip", 4, f"{FSDP} {MEGATRON} activation=selective {CLIP}"),
     # pp alone
     Mix("gpipe2, accumulation, clip", 2, f"pp=gpipe {M4} {ACC2} {CLIP}"),
     Mix("1f1b2", 2, f"pp=1f1b {M4}"),
@@ -145,6 +150,8 @@ MIXES = [
     Mix("zero_bubble2 x tp2, clip", 4, f"{TP} pp=zero_bubble {M4} {CLIP}"),
     Mix("zbv2 x tp2 lp, selective AC", 4, f"{LP} pp=zbv {M4} activation=selective"),
     Mix("1f1b2 x full_shard2 x tp2 sp lp, accumulation, clip", 8, f"{FSDP} {SP_LP} pp=1f1b {M2} {ACC2} {CLIP}"),
+    Mix("zbv2 x megatron2 sp, full AC", 4, f"{MEGATRON} tp.sequence_parallel=true pp=zbv {M4} activation=full"),
+    Mix("1f1b2 x megatron2 lp, clip", 4, f"{MEGATRON} tp.loss_parallel=true pp=1f1b {M4} {CLIP}"),
     Mix("zbv2 x ddp2 x tp2, clip", 8, f"strategy=ddp {TP} pp=zbv {M4} {CLIP}"),
     Mix("dualpipev2 x hybrid 2x2", 8, f"{FSDP} strategy.replicas=2 pp=dualpipev {M4}"),
     # other precisions

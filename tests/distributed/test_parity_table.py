@@ -9,8 +9,8 @@ from mixes import MIXES
 OPTIONS = (
     [f"strategy={name}" for name in ("ddp", "fsdp")]
     + [f"strategy.sharding={name}" for name in ("shard_grad_op",)]
-    + ["strategy.replicas=2", "strategy.cpu_offload=true", "tp=dtensor", "tp.sequence_parallel=true"]
-    + ["tp.loss_parallel=true", "activation=full", "activation=selective", "compile=block"]
+    + ["strategy.replicas=2", "strategy.cpu_offload=true", "tp=dtensor", "tp=megatron", "compile=block"]
+    + ["tp.sequence_parallel=true", "tp.loss_parallel=true", "activation=full", "activation=selective"]
     + [f"pp={name}" for name in ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble", "zbv", "dualpipev"]]
     + [f"precision={name}" for name in ("fp64", "fp32", "bf16-mixed", "bf16-true", "fp16-mixed")]
     + ["trainer.accumulate_grad_batches", "trainer.gradient_clip_val"]

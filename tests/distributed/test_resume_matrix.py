@@ -7,6 +7,7 @@ of them were lost, the weights at the end would differ.
 from __future__ import annotations
 
 import functools
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from framework.plan import RunPlan
 from framework.testing import plan
 
 STOP = 3
-MIXES = {
+MIXES: dict[str, Mix] = {
     mix.name: mix
     for mix in (
         Mix("ddp 2", 2, "strategy=ddp"),
@@ -32,6 +33,9 @@ MIXES = {
         Mix("fsdp x gpipe", 4, "strategy=fsdp pp=gpipe"),
     )
 }
+MEGATRON = Mix("fsdp x megatron", 4, "strategy=fsdp tp=megatron tp.sequence_parallel=true tp.loss_parallel=true")
+PAIRS = [*product(MIXES, MIXES), (MEGATRON.name, "zbv 2"), ("zbv 2", MEGATRON.name)]
+MIXES[MEGATRON.name] = MEGATRON
 
 
 class Scheduled(SmallGpt):
@@ -90,8 +94,7 @@ def saved(pool: Any, name: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("after", MIXES)
-@pytest.mark.parametrize("before", MIXES)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_run_goes_on_under_any_other_mix(pool: Any, folder: Path, before: str, after: str) -> None:
     whole, losses, _ = uninterrupted(pool, folder)
     weights, later, steps = run(pool, MIXES[after], STEPS, folder, start=saved(pool, before, folder))

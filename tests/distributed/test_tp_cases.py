@@ -1,30 +1,38 @@
-"""Cases P30 (bias of a row-split layer), P31 (uneven vocabulary), P32 (random state), and the split loss."""
+"""The split loss, operators and their conjugates, checked shapes, and what tensor parallelism can't do."""
 
 from __future__ import annotations
 
 import copy
-import math
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
-from tp_models import Gpt, batches
+from tp_models import Gpt
 
 from framework.mesh import Mesh
 from framework.parts import ModelPart, whole
 from framework.plan import MeshSpec, RunPlan
 from framework.testing import RanksError
-from framework_plugins.activation.full import Full
 from framework_plugins.tp import vocab_loss
 from framework_plugins.tp.dtensor import DTensorParallel
+from framework_plugins.tp.layers import LayerParallel
+from framework_plugins.tp.megatron import MegatronParallel
+from framework_plugins.tp.operators import (
+    copy_to_region,
+    gather_from_region,
+    gather_sequence,
+    reduce_from_region,
+    reduce_scatter_sequence,
+    scatter_to_region,
+)
+from framework_plugins.tp.ranges import piece
+from framework_plugins.tp.styles import Axis
 from framework_plugins.tp.vocab_loss import VocabLoss
 
 
@@ -37,177 +45,92 @@ def split(model: LightningModule, mesh: Mesh, **words: Any) -> ModelPart:
     return part
 
 
-# -- P30 ---------------------------------------------------------------------------------------------------------------
+# -- operators ---------------------------------------------------------------------------------------------------------
+def conjugates(columns: int) -> list[tuple[str, float]]:
+    """Outputs and gradients of each operator against what they must be, which every rank can work out."""
+    mesh = Mesh(MeshSpec(tp=dist.get_world_size()))["tp"]
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+
+    def everyone(*shapes: tuple[int, ...]) -> list[Tensor]:
+        return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+    torch.manual_seed(0)
+    widths = [end - start for start, end in (piece(columns, ranks, one) for one in range(ranks))]
+    same, columnwise = [(3, 4, columns)] * ranks, [(3, 4, width) for width in widths]
+    rows = [(3, 4 // ranks, 5)] * ranks
+    long = [(3, 4, 5)] * ranks
+    found = []
+    for name, operator, given, back, output, gradient in (
+        ("copy", lambda x: copy_to_region(x, mesh), same[:1], same, lambda x: x[0], sum),
+        ("reduce", lambda x: reduce_from_region(x, mesh), same, same[:1], sum, lambda g: g[0]),
+        ("gather", lambda x: gather_from_region(x, columns, mesh), columnwise, same[:1],
+         lambda x: torch.cat(x, -1), lambda g: g[0].split(widths, -1)[rank]),
+        ("scatter", lambda x: scatter_to_region(x, mesh), same[:1], columnwise,
+         lambda x: x[0].split(widths, -1)[rank], lambda g: torch.cat(g, -1)),
+        ("gather sequence", lambda x: gather_sequence(x, mesh), rows, long,
+         lambda x: torch.cat(x, -2), lambda g: sum(g).chunk(ranks, -2)[rank]),
+        ("reduce-scatter sequence", lambda x: reduce_scatter_sequence(x, mesh), long, rows,
+         lambda x: sum(x).chunk(ranks, -2)[rank], lambda g: torch.cat(g, -2)),
+    ):  # fmt: skip
+        inputs, gradients = everyone(*given), everyone(*back)
+        x = inputs[rank % len(inputs)].clone().requires_grad_()
+        y = operator(x)
+        y.backward(gradients[rank % len(gradients)])
+        wrong = (y.detach() - output(inputs)).abs().sum() + (x.grad - gradient(gradients)).abs().sum()
+        found.append((name, float(wrong)))
+    factor = torch.arange(1.0, ranks + 1)
+    x = torch.tensor(3.0, requires_grad=True)
+    (first,) = torch.autograd.grad(reduce_from_region(factor[rank] * copy_to_region(x, mesh) ** 3, mesh), x,
+                                   create_graph=True)  # fmt: skip
+    (second,) = torch.autograd.grad(first, x)
+    found.append(("gradient of the gradient", float((second - 18 * factor.sum()).abs())))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "columns"), [(2, 6), (2, 5), (4, 9)])
+def test_operators_and_their_conjugates(pool, ranks: int, columns: int) -> None:
+    for found in pool.run(conjugates, ranks, columns):
+        assert len(found) == 7
+        assert {name: error for name, error in found if not error < 1e-12} == {}
+
+
+# -- checked shapes ----------------------------------------------------------------------------------------------------
 class Pair(LightningModule):
+    tp_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
+
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-        nn.init.ones_(self.up.bias)
-        nn.init.ones_(self.down.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x)))
 
 
-def biases():
-    x = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(1))
-    want, model = Pair(), Pair()
-    split(model, Mesh(MeshSpec(tp=2)), plan={"up": "colwise", "down": "rowwise"})
-    outputs = [one(x) for one in (want, model)]
-    for output in outputs:
-        output.sum().backward()
-    ratios = [float(model.get_parameter(n).grad.full_tensor().sum() / want.get_parameter(n).grad.sum())
-              for n in ("up.bias", "down.bias")]  # fmt: skip
-    return float((outputs[1] - outputs[0]).abs().max()), ratios
+def left_whole(option: type[LayerParallel], check_shapes: bool) -> bool:
+    """The weights of a pair aren't cut: shapes fit, and each sum is `tp` times what it should be."""
+    torch.manual_seed(0)
+    model, mesh = Pair(), Mesh(MeshSpec(tp=2))
+    x = torch.randn(3, 5, 6)
+    want = model(x) - model.down.bias
+    made = option(check_shapes=check_shapes)
+    original = Axis.distribute
+    Axis.distribute = lambda self, module, name, placement: original(self, module, name, Replicate())
+    try:
+        made.apply_tensor_parallel(part=whole(model), mesh=mesh)
+    finally:
+        Axis.distribute = original
+    got = model(x)
+    got.sum().backward()
+    return torch.allclose(got - model.down.bias.to_local(), 2 * want, atol=1e-6)
 
 
-def test_row_split_bias_is_added_once(pool) -> None:
-    for error, ratios in pool.run(biases, 2):
-        assert error <= 1e-6
-        assert ratios == pytest.approx([1.0, 1.0], rel=1e-6)
-
-
-# -- P31 ---------------------------------------------------------------------------------------------------------------
-def uneven_vocabulary(folder: str, loss_parallel: bool):
-    mesh = Mesh(MeshSpec(tp=2))
-    model = Gpt(vocab=9).init_weights()
-    part = split(model, mesh, loss_parallel=loss_parallel)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    with torch.no_grad():
-        model.head.weight.zero_()
-        model.head.bias.zero_()
-    batch = batches(1, vocab=9)[0]
-    with VocabLoss() if loss_parallel else torch.enable_grad():
-        loss = model.training_step(batch)["loss"]
-    assert bool(part.contexts) == loss_parallel
-    rows = [model.tokens.weight.full_tensor().shape[0], model.tokens.weight.to_local().shape[0]]
-    errors = []
-    for wrong in ({"ids": 9}, {"ids": -1}, {"targets": 9}, {"targets": -1}):
-        ((column, value),) = wrong.items()
-        bad = copy.deepcopy(batch)
-        bad[column][1, 2] = value
-        try:
-            with VocabLoss() if loss_parallel else torch.enable_grad():
-                model.training_step(bad)
-            errors.append("none")
-        except IndexError as error:
-            errors.append(str(error))
-    return float(loss), rows, errors
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # this process has no group, and needs none
-@pytest.mark.parametrize("loss_parallel", [False, True])
-def test_vocabulary_of_nine_on_two_ranks(pool, tmp_path: Path, loss_parallel: bool) -> None:
-    results = pool.run(uneven_vocabulary, 2, str(tmp_path / "saved"), loss_parallel)
-    for rank, (loss, rows, errors) in enumerate(results):
-        assert loss == pytest.approx(math.log(9), abs=1e-12)
-        assert rows == [9, (5, 4)[rank]]
-        assert [e.split(" is")[0] for e in errors] == ["Id 9", "Id -1", "Target 9", "Target -1"]
-    alone, want = Gpt(vocab=9), Gpt(vocab=9).init_weights()
-    state = {"model": alone.state_dict()}
-    dcp.load(state, checkpoint_id=str(tmp_path / "saved"))
-    assert state["model"]["tokens.weight"].shape == (9, 16)
-    for name, value in want.state_dict().items():
-        assert torch.equal(state["model"][name], value), name
-
-
-# -- P32 ---------------------------------------------------------------------------------------------------------------
-def initial(words: dict[str, Any]):
-    """Ranks that were seeded differently by mistake."""
-    mesh = Mesh(MeshSpec(tp=2))
-
-    class Free(Gpt):
-        tp_plan: ClassVar = {k: v for k, v in Gpt.tp_plan.items() if k not in ("norm", "positions")}
-
-    model = Free()
-    model.init_weights(seed=dist.get_rank())
-    split(model, mesh, **words)
-    plain = {n: p.detach().clone() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
-    shard = model.layers[0].mlp.w1.weight.to_local().detach().clone()
-    whole_weights = {n: p.full_tensor() for n, p in model.named_parameters() if isinstance(p, DTensor)}
-    return plain, shard, whole_weights
-
-
-def test_start_is_equal_outside_the_plan_and_distinct_inside(pool) -> None:
-    (plain, shard, weights), (other_plain, other_shard, _) = pool.run(initial, 2, {})
-    assert set(plain) == {"positions.weight", "norm.weight", "norm.bias"}
-    for name, value in plain.items():
-        assert torch.equal(value, other_plain[name]), name
-    assert not torch.equal(shard, other_shard)
-    for name, value in Gpt().init_weights(seed=0).named_parameters():
-        assert torch.equal((plain | weights)[name], value), name  # tp 2 = tp 1
-
-
-def masks(sequence_parallel: bool, checkpointed: bool):
-    """Where dropout fell, in one forward and backward; and the gradients that it led to."""
-    mesh = Mesh(MeshSpec(tp=2))
-    model = Gpt(dropout=0.5).init_weights()
-    part = split(model, mesh, sequence_parallel=sequence_parallel)
-    if checkpointed:
-        Full().apply_activation_checkpointing(part=part)
-    seen: dict[str, list[Tensor]] = {}
-
-    def note(name: str):
-        def hook(_: nn.Module, inputs: Any, output: Tensor) -> None:
-            seen.setdefault(name, []).append((output != 0).detach().clone())
-
-        return hook
-
-    def attention(_: nn.Module, inputs: Any) -> None:
-        seen.setdefault("attention", []).append(inputs[0].detach().clone())
-
-    model.drop.register_forward_hook(note("embedding"))
-    block = model.layers[1]
-    block.drop.register_forward_hook(note("residual"))
-    block.mlp.drop.register_forward_hook(note("hidden"))
-    block.attention.wo.register_forward_pre_hook(attention)
-    with torch.no_grad():  # then attention's output tells its mask alone
-        for layer in (block.attention.wq, block.attention.wk, block.attention.wv):
-            layer.weight.zero_()
-        block.attention.wv.bias.fill_(1.0)
-    torch.manual_seed(100)
-    loss = model.training_step(batches(1)[0])["loss"]
-    after = torch.rand(3)
-    loss.backward()
-    again = torch.rand(3)
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    return seen, after, again, gradients, float(loss)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_masks_are_equal_where_ranks_compute_the_same(pool, sequence_parallel: bool) -> None:
-    (one, after, again, _, loss), (two, after_two, again_two, _, loss_two) = pool.run(
-        masks, 2, sequence_parallel, False
-    )
-    assert not torch.equal(one["attention"][0], two["attention"][0])
-    assert not torch.equal(one["hidden"][0], two["hidden"][0])
-    for region in ("embedding", "residual"):
-        assert one[region][0].shape[1] == (4 if sequence_parallel else 8)
-        assert torch.equal(one[region][0], two[region][0]) == (not sequence_parallel), region
-    assert torch.equal(after, after_two), "the main stream went on alike"
-    assert torch.equal(again, again_two)
-    assert loss == pytest.approx(loss_two, rel=1e-12)
-    assert not torch.equal(one["residual"][0], one["residual"][1]), "each draw is a new one"
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_recomputation_draws_the_same_masks(pool, sequence_parallel: bool) -> None:
-    want = pool.run(masks, 2, sequence_parallel, False)
-    got = pool.run(masks, 2, sequence_parallel, True)
-    for (seen, after, again, gradients, loss), (seen_ac, after_ac, again_ac, gradients_ac, loss_ac) in zip(
-        want, got, strict=True
+@pytest.mark.parametrize("option", [DTensorParallel, MegatronParallel])
+def test_a_gradient_of_the_wrong_shape_is_named(pool, option: type[LayerParallel]) -> None:
+    assert pool.run(left_whole, 2, option, False) == [True, True], "wrong, and nothing says so"
+    with pytest.raises(
+        RanksError, match=r"gradient of down\.weight has shape \[6, 8\].* is \[6, 4\] \(\[out, in/tp\]\)"
     ):
-        assert loss == loss_ac
-        assert torch.equal(after, after_ac)
-        assert torch.equal(again, again_ac), "recomputation left the main stream where it was"
-        for name, gradient in gradients.items():
-            assert torch.equal(gradient, gradients_ac[name]), name
-        for region in ("attention", "hidden", "residual"):
-            first = len(seen[region])
-            recomputed = seen_ac[region][first:]
-            assert recomputed, region
-            assert all(torch.equal(a, b) for a, b in zip(recomputed, seen[region], strict=False)), region
+        pool.run(left_whole, 2, option, True)
 
 
 # -- the split loss ----------------------------------------------------------------------------------------------------

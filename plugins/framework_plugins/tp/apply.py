@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from framework.parts import ModelPart
+from framework_plugins.tp.gradient_shapes import note_
 from framework_plugins.tp.layout import Layout, parent
 from framework_plugins.tp.styles import (
     Axis,
@@ -31,6 +32,7 @@ def split_(part: ModelPart, layout: Layout, axis: Axis) -> None:
     """
     siblings: dict[str, Siblings] = {}
     done: set[nn.Module] = set()
+    paths = {module: name for name, module in part.owned.items()}
     for name, word in layout.words.items():
         module = part.owned[name]
         if module in done:
@@ -38,6 +40,8 @@ def split_(part: ModelPart, layout: Layout, axis: Axis) -> None:
         done.add(module)
         family = siblings.setdefault(parent(name), Siblings(axis))
         for target in _targets(module, word):
+            if axis.check_shapes:
+                note_(target, paths[target], word, axis.mesh.size(), axis.mesh.get_local_rank())
             parallelize_module(target, axis.mesh, _style(word, axis, family))
             done.add(target)
     for name, attribute in layout.divided:

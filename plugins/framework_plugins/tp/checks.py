@@ -4,39 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from framework.errors import Problem
-from framework_plugins.tp.layout import SPLIT_WORDS, WORDS, Layout, parent, resolve
+from framework_plugins.tp.layout import HEAD_COUNTS, SPLIT_WORDS, WORDS, Layout, parent, resolve
 from framework_plugins.tp.ranges import every_rank_has_some
 
-HEAD_COUNTS = (
-    "heads", "n_heads", "num_heads", "n_head", "num_attention_heads",
-    "kv_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "num_key_value_heads",
-)  # fmt: skip
-"""Attributes in which attention modules keep how many heads they have."""
+if TYPE_CHECKING:
+    from framework_plugins.tp.tracing import Found
 
 HEAD_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_kv")
 """Attributes in which attention modules keep how wide a head is."""
 
 
 def problems(
-    model: nn.Module, plan: Mapping[str, str] | None, size: int, *, sequence_parallel: bool, loss_parallel: bool
+    model: nn.Module,
+    plan: Mapping[str, str],
+    size: int,
+    *,
+    option: str,
+    sequence_parallel: bool,
+    loss_parallel: bool,
 ) -> list[Problem]:
     """Return all complaints about splitting `model` over `size` ranks.
 
     Args:
         model: whole and not split yet; on the meta device or real.
-        plan: pattern -> word; None = there is none.
+        plan: pattern -> word.
         size: ranks on axis tp, at least 2.
-        sequence_parallel: as in `DTensorParallel`.
-        loss_parallel: as in `DTensorParallel`.
+        option: name of the option, for complaints.
+        sequence_parallel: as in `LayerParallel`.
+        loss_parallel: as in `LayerParallel`.
     """
-    if plan is None:
-        reason = f"{type(model).__name__} has no attribute `tp_plan` that says which layer is split how."
-        return [Problem("tp=dtensor", reason, "tp.plan={<layer pattern>:<colwise, rowwise, ...>}, or tp=none")]
     unknown = [_unknown_word(pattern, word) for pattern, word in plan.items() if word not in WORDS]
     known = {pattern: word for pattern, word in plan.items() if word in WORDS}
     modules = dict(model.named_modules())
@@ -47,10 +48,10 @@ def problems(
         *(_clash(name, patterns, plan) for name, patterns in layout.clashes.items()),
         *_kinds(modules, layout),
         *_indivisible([*_dimensions(modules, layout, size), *_heads(modules, layout, size)], size),
-        *_ties(modules, layout),
+        *_ties(modules, layout, option),
     ]
     if not unknown and not layout.unmatched:
-        found += _left_out(modules, layout, sequence_parallel)
+        found += _left_out(modules, layout, option, sequence_parallel)
     if sequence_parallel and not (layout.named("embedding") and layout.named("head")):
         reason = "the plan needs an `embedding`, where sequences are cut, and a `head`, where they are joined again."
         found.append(Problem("tp.sequence_parallel=true", reason, "tp.sequence_parallel=false"))
@@ -58,6 +59,36 @@ def problems(
         reason = "the plan has no `head`, so there are no split logits."
         found.append(Problem("tp.loss_parallel=true", reason, "tp.loss_parallel=false"))
     return found
+
+
+def of_tracing(model: nn.Module, found: Found, option: str, sequence_parallel: bool) -> list[Problem]:
+    """Return why a plan can't be had by tracing; empty = `found` has one.
+
+    Args:
+        model: has no `tp_plan`, and none was typed.
+        found: what tracing found.
+        option: name of the option.
+        sequence_parallel: as in `LayerParallel`.
+    """
+    fix = "tp.plan={<layer pattern>:<colwise, rowwise, ...>}, or tp=none"
+    if not found.words:
+        alike: dict[str, tuple[str, list[str]]] = {}
+        for name, why in found.whole.items():
+            alike.setdefault(_pattern(name), (why, []))[1].append(name)
+        told = "; ".join(f"{_all(names)}: {why}" for why, names in list(alike.values())[:REASONS])
+        reason = (
+            f"{type(model).__name__} has no attribute `tp_plan` that says which layer is split how, and tracing found"
+            " no linear layers that could be split" + (f" ({told})" if told else "")
+        )
+        return [Problem(f"tp={option}", reason, fix)]
+    if sequence_parallel:
+        reason = f"the plan was found by tracing, which doesn't tell what gets a piece of the sequence: {found.words}."
+        return [Problem("tp.sequence_parallel=true", reason, "tp.plan={...} with `norm` layers too")]
+    return []
+
+
+REASONS = 4
+"""How many reasons are told."""
 
 
 def _unknown_word(pattern: str, word: str) -> Problem:
@@ -175,7 +206,7 @@ def _heads(modules: Mapping[str, nn.Module], layout: Layout, size: int) -> Itera
                 yield Uneven(name, what, outputs // width)
 
 
-def _ties(modules: Mapping[str, nn.Module], layout: Layout) -> Iterator[Problem]:
+def _ties(modules: Mapping[str, nn.Module], layout: Layout, option: str) -> Iterator[Problem]:
     """Yield complaints about one parameter that two layers would hold in different layouts."""
     cuts = {"colwise": "rows", "head": "rows", "embedding": "rows", "rowwise": "columns"}
     holders: dict[nn.Parameter, tuple[str, str]] = {}
@@ -185,10 +216,10 @@ def _ties(modules: Mapping[str, nn.Module], layout: Layout) -> Iterator[Problem]
             first, other = holders.setdefault(parameter, (name, cut))
             if other != cut:
                 reason = f"layers {first} and {name} share one parameter, but the plan cuts it by {other} and by {cut}."
-                yield Problem("tp=dtensor", reason, "a plan that names both layers, as embedding and head say")
+                yield Problem(f"tp={option}", reason, "a plan that names both layers, as embedding and head say")
 
 
-def _left_out(modules: Mapping[str, nn.Module], layout: Layout, sequence_parallel: bool) -> list[Problem]:
+def _left_out(modules: Mapping[str, nn.Module], layout: Layout, option: str, sequence_parallel: bool) -> list[Problem]:
     """Complain about layers with parameters that no pattern names where it matters what their input is.
 
     Beside a `colwise` or `rowwise` layer the input may be split, and with sequence parallelism it may be a piece of the
@@ -205,7 +236,7 @@ def _left_out(modules: Mapping[str, nn.Module], layout: Layout, sequence_paralle
         if names[0] and parent(names[0]) in families:
             reason = f"layer {_all(names)} stands beside split layers; the plan must say what it gets."
             found.append(
-                Problem("tp=dtensor", reason, f"{pattern}: shared (split activations), copied (whole) or norm")
+                Problem(f"tp={option}", reason, f"{pattern}: shared (split activations), copied (whole) or norm")
             )
         elif sequence_parallel:
             where = _all(names) or "the model itself"

@@ -1,99 +1,24 @@
-"""`tp=dtensor`: layers split over ranks, with parameters as DTensors; a plan says which layer is split how."""
+"""`tp=dtensor`: layers split over ranks; activations move by DTensor placements."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
-from framework import Problem, Requirements, RunPlan, hookimpl
-from framework_plugins.tp.layout import SPLIT_WORDS, resolve
+from framework_plugins.tp.layers import LayerParallel
 
 if TYPE_CHECKING:
-    from framework.mesh import Mesh
-    from framework.parts import ModelPart
+    from framework_plugins.tp.styles import Axis
 
 
 @dataclass(kw_only=True, eq=False)
-class DTensorParallel:
-    """Tensor parallelism (Shoeybi et al., 2019) with sequence and loss parallelism as switches.
+class DTensorParallel(LayerParallel):
+    """Layers split over ranks, communication by DTensor."""
 
-    Attributes:
-        size: ranks that share each layer; None = as many as `devices` leaves.
-        plan: pattern -> word (`framework_plugins.tp.layout.WORDS`), names relative to the LightningModule, `*` for one
-            part of a name; None = the model's own attribute `tp_plan`.
-        sequence_parallel: between blocks each rank holds a piece of every sequence (Korthikanti et al., 2022).
-        loss_parallel: logits stay split over the vocabulary, and the loss is computed on the pieces.
-    """
+    option: ClassVar[str] = "dtensor"
 
-    size: int | None = None
-    plan: dict[str, str] | None = None
-    sequence_parallel: bool = False
-    loss_parallel: bool = False
-
-    def __post_init__(self) -> None:
-        if self.size is not None and self.size < 1:
-            raise ValueError(f"tp.size={self.size} must be at least 1.")
-
-    @hookimpl
-    def mesh_axes(self) -> Mapping[str, int | None]:
-        """Axis tp."""
-        return {"tp": self.size}
-
-    @hookimpl
-    def requirements(self) -> Requirements:
-        """Nothing; both switches change what is communicated."""
-        both = "sequence_parallel=true loss_parallel=true"
-        return Requirements(variants=(*both.split(), both))
-
-    @hookimpl
-    def check_model(self, plan: RunPlan, model: Any) -> Sequence[Problem]:
-        """Every layer that can't be split, by name."""
-        if plan.mesh.tp == 1:
-            return []
-        from framework_plugins.tp.checks import problems
-
-        return problems(
-            model,
-            self.plan if self.plan is not None else getattr(model, "tp_plan", None),
-            plan.mesh.tp,
-            sequence_parallel=self.sequence_parallel,
-            loss_parallel=self.loss_parallel,
-        )
-
-    @hookimpl
-    def split_dims(self, plan: RunPlan, model: Any) -> Mapping[str, int]:
-        """`colwise` and `head` layers and embeddings are cut along dim 0, weights of `rowwise` layers along dim 1."""
-        if plan.mesh.tp == 1:
-            return {}
-        words = self.plan if self.plan is not None else getattr(model, "tp_plan", None) or {}
-        modules = dict(model.named_modules())
-        layout = resolve(words, modules)
-        return {
-            parameter: 1 if layout.words[name] == "rowwise" else 0
-            for name in layout.named(*SPLIT_WORDS)
-            for parameter, tensor in modules[name].named_parameters(name)
-            if layout.words[name] != "rowwise" or tensor.ndim > 1  # a `rowwise` layer's bias stays whole
-        }
-
-    @hookimpl
-    def apply_tensor_parallel(self, part: ModelPart, mesh: Mesh) -> None:
-        """Split the layers of one stage; on the meta device too. Collective over tp if the weights are real."""
-        if mesh.size("tp") == 1:
-            return
-        from framework_plugins.tp.apply import split_
-        from framework_plugins.tp.streams import Streams
+    def axis(self) -> type[Axis]:
+        """Return the axis that redistributes DTensors."""
         from framework_plugins.tp.styles import Axis
-        from framework_plugins.tp.vocab_loss import VocabLoss
 
-        axis = Axis(
-            mesh["tp"],
-            Streams(mesh.rank("tp"), mesh.device_type),
-            sequence_parallel=self.sequence_parallel,
-            loss_parallel=self.loss_parallel,
-        )
-        words = self.plan if self.plan is not None else getattr(part.root, "tp_plan", None) or {}
-        layout = resolve(words, part.owned)
-        split_(part, layout, axis)
-        if self.loss_parallel and layout.named("head"):
-            part.contexts.append(VocabLoss)
+        return Axis

@@ -21,6 +21,12 @@ WORDS = {
 SPLIT_WORDS = ("colwise", "rowwise", "embedding", "head")
 """Words of layers whose parameters are cut."""
 
+HEAD_COUNTS = (
+    "heads", "n_heads", "num_heads", "n_head", "num_attention_heads",
+    "kv_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "num_key_value_heads",
+)  # fmt: skip
+"""Attributes in which attention modules keep how many heads they have."""
+
 
 def matches(pattern: str, name: str) -> bool:
     """Tell whether `pattern` names `name`: part by part between the dots, `*` and `?` inside a part."""

@@ -1,8 +1,8 @@
 """The layers of a tensor-parallel model (Shoeybi et al., 2019; sequence parallel: Korthikanti et al., 2022).
 
 Parameters are DTensors on the tp axis, so that data-parallel wraps, clipping and checkpoints know what is where.
-`forward` computes on the local pieces, and moves activations by DTensor placements where a layer's input or output has
-another layout than its neighbour's. torch's own styles (`ColwiseParallel`, ...) compute on DTensors throughout; that
+`forward` computes on the local pieces, and an `Axis` moves activations where a layer's input or output has another
+layout than its neighbour's. torch's own styles (`ColwiseParallel`, ...) compute on DTensors throughout; that
 costs a dispatch an operator, and leaves gradients in placements other than their parameter's (measured, torch 2.13: a
 row-split embedding's gradient whole on every rank, a replicated norm's as `Partial`), which an optimizer without a
 data-parallel wrap would take over into its state. Here every gradient has its parameter's placements.
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from framework.adapters.torch_private import swapped_parameters
 from framework.errors import UsageError
+from framework_plugins.tp.gradient_shapes import watch_
 from framework_plugins.tp.ranges import own_range
 from framework_plugins.tp.streams import Streams
 
@@ -33,11 +34,14 @@ from framework_plugins.tp.streams import Streams
 class Axis:
     """What all layers of one part share.
 
+    This one moves activations by DTensor placements, `framework_plugins.tp.operators.OperatorAxis` by operators.
+
     Attributes:
         mesh: the 1-D mesh of axis tp.
         streams: random streams of this rank.
         sequence_parallel: between blocks each rank holds a piece of the sequence (the last dimension but one).
         loss_parallel: the head leaves its outputs split.
+        check_shapes: every gradient is held against the shape that its piece must have.
         replaced: original parameter -> its DTensor, so that tied parameters stay one.
     """
 
@@ -45,6 +49,7 @@ class Axis:
     streams: Streams
     sequence_parallel: bool = False
     loss_parallel: bool = False
+    check_shapes: bool = False
     replaced: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
     def distribute(self, module: nn.Module, name: str, placement: Placement) -> None:
@@ -74,20 +79,41 @@ class Axis:
         placement: Placement = Replicate()
         if self.sequence_parallel:
             placement = Shard(y.ndim - 2)
-            if y.shape[-2] % self.mesh.size():
-                raise UsageError(
-                    f"tp.sequence_parallel=true cuts sequences into {self.mesh.size()} pieces (tp.size), but this "
-                    f"batch has {y.shape[-2]} positions; type tp.sequence_parallel=false, or use a length that "
-                    f"{self.mesh.size()} divides."
-                )
+            self.check_length(y)
         return DTensor.from_local(y, self.mesh, [Partial()], run_check=False).redistribute(
             placements=[placement]
         ).to_local()  # fmt: skip
 
+    def joined(self, y: Tensor, size: int) -> Tensor:
+        """Return [..., size] of this rank's columns."""
+        return self.marked(y, size).redistribute(placements=[Replicate()]).to_local()
 
-def local(parameter: Tensor | None) -> Tensor | None:
-    """Return this rank's piece; its gradient has the parameter's placements."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    def marked(self, y: Tensor, size: int) -> DTensor:
+        """Say of this rank's columns that they are a piece of [..., size]; nothing is moved."""
+        shape = torch.Size((*y.shape[:-1], size))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(y, self.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride)
+
+    def check_length(self, y: Tensor) -> None:
+        """Refuse a sequence that can't be cut evenly.
+
+        Raises:
+            UsageError: tp doesn't divide the number of positions.
+        """
+        if y.shape[-2] % self.mesh.size():
+            raise UsageError(
+                f"tp.sequence_parallel=true cuts sequences into {self.mesh.size()} pieces (tp.size), but this "
+                f"batch has {y.shape[-2]} positions; type tp.sequence_parallel=false, or use a length that "
+                f"{self.mesh.size()} divides."
+            )
+
+    def piece(self, module: nn.Module, name: str) -> Tensor | None:
+        """Return this rank's piece of a parameter; its gradient has the parameter's placements."""
+        parameter = getattr(module, name)
+        tensor: Tensor | None = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if self.check_shapes and tensor is not None and tensor.requires_grad:
+            watch_(tensor, module, name)
+        return tensor
 
 
 @dataclass(eq=False)
@@ -146,7 +172,7 @@ class Colwise(_Layer):
 
     def run(self, module: Any, x: Tensor) -> Tensor:
         """Return [..., out/tp] of x [..., in] (with sequence parallelism of this rank's tokens: [..., s/tp, in])."""
-        y = F.linear(self.siblings.enter(x), local(module.weight), local(module.bias))  # type: ignore[arg-type]
+        y = F.linear(self.siblings.enter(x), self.axis.piece(module, "weight"), self.axis.piece(module, "bias"))  # type: ignore[arg-type]
         if module.training:
             self.axis.streams.to_own()
         return y
@@ -168,10 +194,10 @@ class Rowwise(_Layer):
         self.siblings.forget()
         if not self.axis.sequence_parallel:
             self.axis.streams.to_main()
-        y = self.axis.leave(F.linear(x, local(module.weight)))  # type: ignore[arg-type]
+        y = self.axis.leave(F.linear(x, self.axis.piece(module, "weight")))  # type: ignore[arg-type]
         if module.bias is None:
             return y
-        bias = local(module.bias)
+        bias = self.axis.piece(module, "bias")
         assert bias is not None
         return y + (self.axis.added_up(bias) if self.axis.sequence_parallel else bias).to(y.dtype)
 
@@ -194,7 +220,7 @@ class Embedding(_Layer):
         row = torch.where(mine, ids - start, torch.where((ids >= 0) & (ids < rows), 0, end - start))
         padding = module.padding_idx
         padding = padding - start if padding is not None and start <= padding < end else None
-        found = F.embedding(row, local(module.weight), padding)  # type: ignore[arg-type]
+        found = F.embedding(row, self.axis.piece(module, "weight"), padding)  # type: ignore[arg-type]
         y = self.axis.leave(torch.where(mine.unsqueeze(-1), found, 0.0))
         if self.axis.sequence_parallel and module.training:
             self.axis.streams.to_own()  # dropout of embeddings: each rank has its own tokens
@@ -211,13 +237,10 @@ class Head(_Layer):
     def run(self, module: Any, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]: a whole plain tensor, or with loss parallelism a DTensor."""
         self.axis.streams.to_main()
-        y = F.linear(self.axis.enter(x), local(module.weight), local(module.bias))  # type: ignore[arg-type]
-        shape = torch.Size((*y.shape[:-1], module.out_features))
-        stride = torch.empty(shape, device="meta").stride()
-        split = DTensor.from_local(y, self.axis.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride)
+        y = F.linear(self.axis.enter(x), self.axis.piece(module, "weight"), self.axis.piece(module, "bias"))  # type: ignore[arg-type]
         if self.axis.loss_parallel:
-            return split
-        return split.redistribute(placements=[Replicate()]).to_local()
+            return self.axis.marked(y, module.out_features)
+        return self.axis.joined(y, module.out_features)
 
 
 class Replicated(_Layer):
@@ -239,8 +262,8 @@ class Replicated(_Layer):
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own `forward` with local parameters."""
         tensors = {}
-        for name, parameter in module.named_parameters(recurse=False):
-            value = local(parameter)
+        for name, _ in module.named_parameters(recurse=False):
+            value = self.axis.piece(module, name)
             assert value is not None
             tensors[name] = self.axis.added_up(value) if self.summed else value
         with swapped_parameters(module, tensors):
