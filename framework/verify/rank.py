@@ -94,11 +94,12 @@ class Watch(Callback):
         self.initial_buffers = self._gathered("initial buffer", pl_module.named_buffers())
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
-        """Keep the gradients, before clipping."""
+        """Keep the norm of the gradients, before clipping, and the first of each parameter."""
         gradients = ((name, p.grad) for name, p in pl_module.named_parameters() if p.grad is not None)
         whole = self._gathered("gradient", gradients)
         self.norms.append(reference.global_norm(whole.values()))
-        self.gradients = self.gradients or whole
+        for name, gradient in whole.items():
+            self.gradients.setdefault(name, gradient)
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
         """Keep the loss of an optimizer step."""
