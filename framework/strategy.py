@@ -212,7 +212,7 @@ class MeshStrategy(ParallelStrategy):
         module.lr_scheduler_step = lr_scheduler_step  # type: ignore[method-assign]
 
     def _drain_before_validation(self, module: LightningModule) -> None:
-        """Validation measures weights to which all trained batches were applied, with modules still in training mode."""
+        """Drain while modules still are in training mode: validation measures weights that learned from every batch."""
         original = module.on_validation_model_eval
 
         def on_validation_model_eval() -> None:

@@ -217,6 +217,8 @@ class _Oracle:
         self.composer = composer
         self.steps = steps
         self._truths: dict[tuple[str, ...], tuple[RunPlan, float, Outcome]] = {}
+        self._alone: dict[tuple[str, ...], tuple[Any, ...]] = {}  # arguments of `rank.alone`
+        self._delayed: dict[Any, Outcome] = {}
 
     def truth(self, more: Sequence[str] = ()) -> tuple[RunPlan, float, Outcome]:
         """Return the plan of one process, the learning rate, and what the reference shows; `more` as in `_Composer`."""
@@ -231,7 +233,8 @@ class _Oracle:
             learning = [first.initial[name] for name in first.result.first_gradients]
             lr = SHARE * global_norm(learning) / first.result.grad_norms[0]
             clip, by = (single.trainer.get(f"gradient_clip_{what}") for what in ("val", "algorithm"))
-            want = self._run(rank.alone, 1, single.components["model"], first, batches, lr, clip or None, by or "norm")
+            self._alone[tuple(more)] = (single.components["model"], first, batches, lr, clip or None, by or "norm")
+            want = self._run(rank.alone, 1, *self._alone[tuple(more)])
             still = unmoved(want.result, BOUNDS)
             if still:
                 print(
@@ -241,8 +244,24 @@ class _Oracle:
             self._truths[tuple(more)] = (single, lr, want)
         return self._truths[tuple(more)]
 
+    def delayed(self, got: Outcome, words: frozenset[str], more: Sequence[str]) -> Outcome:
+        """Return what one process with the same delays shows, for a mix that gives `delayed_gradients`.
+
+        PipeDream's delays follow from the stages, PipeDream-2BW's is one step everywhere.
+        """
+        from framework.verify import rank
+
+        last = max(got.stages.values())
+        by_stage = "delay_by_stage" in words
+        delays = {name: last - stage if by_stage else 1 for name, stage in got.stages.items()}
+        key = (tuple(more), tuple(sorted(delays.items())), "vertical_sync" in words)
+        if key not in self._delayed:
+            self._delayed[key] = self._run(rank.alone, 1, *self._alone[tuple(more)], delays, "vertical_sync" in words)
+        return self._delayed[key]
+
     def judge(self, mix: Mix, plan: RunPlan, more: Sequence[str] = (), mutant: str = "") -> Row:
         """Train under a mix, with a planted fault if one is named, and hold it against the reference."""
+        from framework.memory import given_words
         from framework.testing import RanksError
         from framework.verify import rank
 
@@ -254,6 +273,9 @@ class _Oracle:
         except RanksError as error:
             row.lines = str(error).splitlines()[:3]
         else:
+            words = given_words(plan)
+            if "delayed_gradients" in words:
+                want = self.delayed(got, words, more)
             found = distances(got.result, want.result, BOUNDS.floor) + _other_distances(got, want)
             row.worst = max((math.inf if math.isnan(one.distance) else one.distance for one in found), default=math.inf)
             row.lines = [f"{one}{_named(one.ratio, plan)}" for one in found if not one.distance <= BOUNDS.gradient]

@@ -19,6 +19,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
         "tp.loss_parallel=true",
         "tp.sequence_parallel=true tp.loss_parallel=true",
     ),
+    "pp=pipedream": ("", "pp.vertical_sync=true"),
 }
 """Settings of an option that make it another mix; an option that isn't here has one."""
 

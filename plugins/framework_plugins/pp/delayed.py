@@ -1,8 +1,8 @@
 """`DelayedPipeline`: a pipeline that is never empty; each batch's gradient is applied some optimizer steps later.
 
-One Lightning step is one batch. In call t a stage runs, for each micro-batch k of batch t, F(k) and then B(k - lag) with
-lag = stages - 1 - stage: its gradient arrived from the next stage in the call before, so that stages needn't wait for
-one another in turn. Then it applies the gradient of batch t - delay:
+One Lightning step is one batch. In call t a stage runs, for each micro-batch k of batch t, F(k) and then B(k - lag),
+lag = stages - 1 - stage: its gradient left the next stage one micro-batch earlier, so that stages needn't wait for one
+another in turn. Then it applies the gradient of batch t - delay:
 
 * PipeDream (Narayanan et al., 2019), one micro-batch a batch: delay = lag. A batch goes through each stage with that
   stage's newest weights and back with the same ones (weight stashing), or through all stages with the newest weights of
@@ -10,9 +10,9 @@ one another in turn. Then it applies the gradient of batch t - delay:
 * PipeDream-2BW (Narayanan et al., 2021): delay = 1 on all stages, so W(t+1) = W(t) - lr * grad f(W(t-1)), and two
   versions are held however deep the pipeline is.
 
-A batch's weights are leaves of their own that share storage with the parameters, swapped in by `functional_call` in both
-passes (recomputed activations see them too). Before an optimizer step writes to storage that a batch on its way still
-needs, the parameters move to a copy; so stage s holds `delay + 1` versions and a copy is made only where it is needed.
+A batch's weights are leaves of their own that share storage with the parameters, swapped in by `functional_call` for
+both passes (recomputed activations see them too). Before an optimizer step writes to storage that a batch on its way
+still needs, the parameters move to a copy: stage s holds `delay + 1` versions, and copies only what has to be kept.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class DelayedPipeline(Pipeline):
         self._version = 0
         self._base = 0  # version at which the pipeline was empty last
         self._calls = 0  # since then
-        self._sent: deque[tuple[Any, Any]] = deque()
+        self._sent: list[tuple[Any, Any]] = []
         self._seen = _Seen()
         self._agreed = False
         self._trace = Path(plan.run_dir) / f"versions-stage{self.part.index}.csv" if trace else None
@@ -170,8 +170,7 @@ class DelayedPipeline(Pipeline):
                 self._backward()
         self._due = self._batches.popleft() if len(self._batches) > self.delay else None
         self._calls += 1
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        self._sent = [(work, tensors) for work, tensors in self._sent if not work.is_completed()]
         if self._agrees_now():
             self._agree(window)
         value = math.nan if window.loss is None else window.loss

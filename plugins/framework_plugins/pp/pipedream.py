@@ -7,9 +7,9 @@ delays (`framework.verify.reference.train`, `delays=`). See `delayed.py` for how
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from framework import Problem, Requirements, RunPlan, hookimpl
 from framework_plugins.pp.schedules import Schedule
@@ -32,8 +32,8 @@ class Delayed(Schedule):
         trace_versions: write which version of the weights each micro-batch met, by hash; for debugging.
     """
 
-    schedule: ClassVar[str]  # type: ignore[misc]
-    stages_per_rank: ClassVar[int] = 1  # type: ignore[misc]
+    schedule: str = field(init=False, default="")
+    stages_per_rank: int = field(init=False, default=1)
     sync_every: int = 10
     trace_versions: bool = False
 
@@ -91,6 +91,20 @@ class Delayed(Schedule):
             )
 
     @hookimpl
+    def plan_notes(self, plan: RunPlan) -> Sequence[str]:
+        """What is unlike a synchronous pipeline."""
+        held = ", ".join(f"stage {stage} {count}" for stage, count in enumerate(self._versions(plan.mesh.pp)))
+        clip = plan.trainer.get("gradient_clip_val")
+        return [
+            f"Gradients are delayed: equal to one process with the same delays, not to pp={SYNCHRONOUS}. Versions of "
+            f"the weights held: {held}. All ranks agree every {self.sync_every} steps: logged values are their means.",
+            *(["The clip norm makes all stages wait for one another in each step."] if clip else []),
+        ]
+
+    def _versions(self, stages: int) -> list[int]:
+        raise NotImplementedError
+
+    @hookimpl
     def check_model(self, plan: RunPlan, model: Any) -> Sequence[Problem]:
         """What no pipeline can run, and what draining the pipeline would pass by."""
         from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -129,8 +143,8 @@ class PipeDream(Delayed):
         vertical_sync: a batch meets one version of the weights on all stages, the first one's newest.
     """
 
-    schedule: ClassVar[str] = "pipedream"  # type: ignore[misc]
-    microbatches: ClassVar[int | None] = 1  # type: ignore[misc]
+    schedule: str = field(init=False, default="pipedream")
+    microbatches: int | None = field(init=False, default=1)
     vertical_sync: bool = False
 
     def _gives(self) -> frozenset[str]:
@@ -139,12 +153,15 @@ class PipeDream(Delayed):
     def _delays(self) -> dict[str, Any]:
         return {"vertical_sync": self.vertical_sync}
 
+    def _versions(self, stages: int) -> list[int]:
+        return [stages if self.vertical_sync else stages - stage for stage in range(stages)]
+
 
 @dataclass(kw_only=True, eq=False)
 class PipeDream2BW(Delayed):
     """PipeDream-2BW: every stage applies a batch's gradient one step after its own, and holds two versions."""
 
-    schedule: ClassVar[str] = "pipedream_2bw"  # type: ignore[misc]
+    schedule: str = field(init=False, default="pipedream_2bw")
 
     def _problems(self, plan: RunPlan) -> Iterator[Problem]:
         yield from super()._problems(plan)
@@ -158,3 +175,6 @@ class PipeDream2BW(Delayed):
 
     def _delays(self) -> dict[str, Any]:
         return {"delay": 1}
+
+    def _versions(self, stages: int) -> list[int]:
+        return [2] * (stages - 1) + [1]
