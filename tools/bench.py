@@ -36,7 +36,7 @@ def main() -> None:
     memory = commands.add_parser("memory", help="bytes a rank counted from tensors, against the arithmetic of the plan")
     memory.add_argument("--mixes", nargs="+", help="names of mixes; default: all")
     pipelines = commands.add_parser("pipelines", help="speed of pipeline schedules over GPipe's, at emulated compute")
-    pipelines.add_argument("--schedules", nargs="+", default=["1f1b", "zero_bubble", "pipedream", "pipedream_2bw"])
+    pipelines.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved_1f1b", "pipedream", "pipedream_2bw"])
     pipelines.add_argument("--rounds", type=int, default=3, help="how often each schedule runs")
     pipelines.add_argument("--stages", type=int, default=4, help="ranks")
     pipelines.add_argument("--micros", type=int, default=8, help="micro-batches of a batch")

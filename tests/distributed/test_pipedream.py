@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from user_modules import Rows, gathered, loader
 
+from framework.errors import RunFailedError
 from framework.plan import RunPlan
 from framework.testing import plan
 from framework.trainer import Trainer
@@ -260,3 +261,31 @@ def test_forward_and_backward_of_a_batch_meet_one_version(pool, tmp_path, words)
         assert len(set(by_version.values())) == len(by_version) > 1, "versions are different weights"
         delay = 1 if "2bw" in words else 3 if "vertical" in words else 3 - stage
         assert [int(row["version"]) for row in trace] == [max(0, int(row["batch"]) - delay) for row in trace]
+
+
+class Explodes(Deep):
+    """Its loss isn't a number in the sixth batch."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == 5 else loss
+
+
+def explode(plan: RunPlan, save_at: int | None, path: str) -> str:
+    """Train; how it ended, on this rank."""
+    trainer = Trainer(plan, callbacks=[Keep(save_at, path)])
+    try:
+        trainer.fit(Explodes(), loader(rows(), BATCH))
+    except RunFailedError as error:
+        return str(error)
+    return "ended well"
+
+
+@pytest.mark.parametrize("save_at", [None, 7])
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_a_checkpoint_is_written(pool, tmp_path, save_at):
+    made = plan_of("pp=pipedream", "pp.size=2", "pp.sync_every=8")
+    path = tmp_path / "seven"
+    for said in pool.run(explode, 2, made, save_at, str(path), process_group=False, timeout=90):
+        assert "The loss isn't finite" in said
+        assert "go on from a checkpoint" in said
+    assert not path.exists()

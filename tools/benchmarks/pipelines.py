@@ -28,7 +28,7 @@ WIDTH = 16
 SCHEDULES = {
     "gpipe": "pp.microbatches={micros}",
     "1f1b": "pp.microbatches={micros}",
-    "zero_bubble": "pp.microbatches={micros}",
+    "interleaved_1f1b": "pp.microbatches={micros}",
     "pipedream": "",
     "pipedream_2bw": "pp.microbatches={micros}",
 }
