@@ -289,3 +289,55 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_a_checkpoint_is_writte
         assert "The loss isn't finite" in said
         assert "go on from a checkpoint" in said
     assert not path.exists()
+
+
+class Pair(nn.Module):
+    """A block that passes on its output, what it got, and how many blocks there were, which the next one divides by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, before: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(self.linear(x) + before / count[:, None]), x, count + 1
+
+
+class Carrying(Deep):
+    """Two floats and an integer travel between stages; the first stage doesn't learn."""
+
+    def __init__(self) -> None:
+        super().__init__(weighted=True)
+        state = [p.data for layer in self.layers for p in layer.parameters()]
+        self.layers = nn.ModuleList([Pair() for _ in range(LAYERS)])
+        for parameter, value in zip(self.layers.parameters(), state, strict=True):
+            parameter.data = value
+        for part in (self.inlet, *self.layers[: LAYERS // 2]):
+            part.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        carried = (x, torch.zeros_like(x), torch.ones(len(x), dtype=torch.long))
+        for layer in self.layers:
+            carried = layer(*carried)
+        return self.outlet(carried[0] + carried[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=LR, momentum=MOMENTUM)
+
+
+def carry(plan: RunPlan) -> dict[str, Tensor]:
+    """Train; the final weights."""
+    keep = Keep(None, "")
+    Trainer(plan, callbacks=[keep]).fit(Carrying(), loader(rows(), BATCH))
+    return keep.seen.final
+
+
+@pytest.mark.parametrize("words", ["pp=pipedream", "pp=pipedream_2bw pp.microbatches=4"])
+def test_tuples_integers_and_a_frozen_stage(pool, words):
+    model = Carrying()
+    delays = {name: 1 if "2bw" in words else 0 for name, p in model.named_parameters() if p.requires_grad}
+    train(model, batches(), loss_of, lr=LR, momentum=MOMENTUM, delays=delays)
+    for final in pool.run(carry, 2, plan_of(*words.split(), "pp.size=2"), process_group=False, timeout=90):
+        assert set(final) == {name for name, _ in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(final[name], parameter.detach(), rtol=1e-12, atol=1e-13)
