@@ -47,7 +47,7 @@ def describe(plan: RunPlan, model: LightningModule | None = None) -> RenderableT
     ]
     if model is not None:
         parts += _stages(plan, model)
-    parts += [_heading("Who does what"), _options(plan)]
+    parts += [_heading("Who does what"), _options(plan), *_notes(plan)]
     if model is not None:
         parts += _memory(plan, model)
         parts += _collectives(plan, model)
@@ -190,6 +190,14 @@ def _settings(slot: str, spec: Any) -> str:
     return " ".join(told)
 
 
+def _notes(plan: RunPlan) -> list[RenderableType]:
+    """Return what options have to say about the plan themselves."""
+    from framework.plugin_manager import manager_for
+
+    lines = [line for lines in manager_for(plan).hook.plan_notes(plan=plan) for line in lines]
+    return [Text("\n".join(lines))] if lines else []
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +309,7 @@ def collectives(plan: RunPlan, model: LightningModule) -> Iterator[tuple[str, st
         yield "dp_shard", "all-gather updated parameters", 1, trained
     if mesh.dp_replicate > 1:
         yield "dp_replicate", "all-reduce gradients", 1, trained // mesh.dp_shard
-    if mesh.world_size > 1:
+    if mesh.world_size > 1 and "delayed_gradients" not in words:
         yield "all", "agree on loss, weights, metrics: one small all-reduce", rounds, None
         if plan.trainer.get("gradient_clip_val"):
             yield "all", "all-reduce the gradient norm", 1, None

@@ -14,8 +14,8 @@ The whole run::
     config_roots, config_groups, commands              on_worker_start
     (Hydra composes)                                   make_precision, make_checkpoint_io, make_strategy
     mesh_axes -> mesh                                  make_loggers, make_callbacks
-    requirements, check_plan, check_model, split_dims  Trainer.fit:
-    process_env                                            make_stages                     (model on the meta device)
+    requirements, check_plan, check_model              Trainer.fit:
+    plan_notes, split_dims, process_env                    make_stages                     (model on the meta device)
     make_launcher, make_restart_policy                     each stage:
     start workers ------------------------------------>        apply_tensor_parallel
     on_worker_failure <---------------- a rank died            apply_expert_parallel
@@ -98,6 +98,11 @@ class PlanSpecs:
     @hookspec
     def check_model(self, plan: RunPlan, model: Any) -> Sequence[Problem]:
         """All complaints about the LightningModule `model` (parameters on the meta device where it allows that)."""
+        raise AssertionError("a specification")
+
+    @hookspec
+    def plan_notes(self, plan: RunPlan) -> Sequence[str]:
+        """Lines for the start screen, of a legal plan, that only the option knows (a schedule's bubble, say)."""
         raise AssertionError("a specification")
 
     @hookspec

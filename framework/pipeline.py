@@ -87,6 +87,9 @@ class Pipeline:
         device: of this rank.
     """
 
+    delayed = False
+    """Whether gradients are applied in later steps than their batch's; such a pipeline weighs its batches itself."""
+
     def __init__(
         self, parts: Sequence[ModelPart], mesh: Mesh, plan: RunPlan, make: ScheduleMaker, device: torch.device
     ) -> None:
@@ -119,12 +122,7 @@ class Pipeline:
             `{"loss": ...}`, the true global loss, the same on all ranks.
         """
         count = self.plan.batch.microbatches
-        if batch_size(batch) < count:
-            raise UsageError(
-                f"A batch of {batch_size(batch)} samples can't be cut into pp.microbatches={count}; "
-                f"type pp.microbatches={batch_size(batch)} or a larger batch."
-            )
-        micros = split(batch, count)
+        micros = self.micro_batches(batch)
         reference = self._reference(window, micros[0])
         results: dict[int, _Result] = {}
         accumulated = [parameter.grad for parameter in self._parameters]
@@ -155,6 +153,16 @@ class Pipeline:
         for parameter, gradient in zip(self._parameters, accumulated, strict=True):
             parameter.grad = gradient
         return self._close(window, results, reference)
+
+    def micro_batches(self, batch: Any) -> list[Any]:
+        """Cut a batch; UsageError if it has fewer samples than there are micro-batches."""
+        count = self.plan.batch.microbatches
+        if batch_size(batch) < count:
+            raise UsageError(
+                f"A batch of {batch_size(batch)} samples can't be cut into pp.microbatches={count}; "
+                f"type pp.microbatches={batch_size(batch)} or a larger batch."
+            )
+        return split(batch, count)
 
     def _reference(self, window: Window, micro: Any) -> float:
         """Weight of a micro-batch that counts as 1 if the module returns weights: the size of its first tensor.
@@ -206,6 +214,14 @@ class Pipeline:
             if fresh is not None:
                 parameter.grad = fresh if parameter.grad is None else parameter.grad + fresh
         self._fresh = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether batches were trained whose gradients no optimizer step has applied; never after a whole schedule."""
+        return False
+
+    def drain(self, step: Callable[[Callable[[], None]], None]) -> None:
+        """Finish what is in flight; `step(gradients)` makes an optimizer step with what `gradients()` leaves."""
 
     # -- evaluation ------------------------------------------------------------------------------------------------
     def evaluation_step(self, method: str, batch: Any, *rest: Any, **kwargs: Any) -> list[Piece]:

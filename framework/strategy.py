@@ -8,7 +8,7 @@ public seams are used: the methods below are those of `lightning.pytorch.strateg
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -174,6 +174,8 @@ class MeshStrategy(ParallelStrategy):
         self.window.recorder.install()
         if self.pipeline is not None:
             self.pipeline.recording = self.window.recorder.recording
+            if self.pipeline.delayed:
+                self._drain_before_validation(module)
         precision.clip = self._clip
         precision.drop_step = self.window.take_drop
         self.state = StateKeeper(self, module)
@@ -208,6 +210,34 @@ class MeshStrategy(ParallelStrategy):
                 original(scheduler, metric)
 
         module.lr_scheduler_step = lr_scheduler_step  # type: ignore[method-assign]
+
+    def _drain_before_validation(self, module: LightningModule) -> None:
+        """Drain while modules still are in training mode: validation measures weights that learned from every batch."""
+        original = module.on_validation_model_eval
+
+        def on_validation_model_eval() -> None:
+            self.drain()
+            original()
+
+        module.on_validation_model_eval = on_validation_model_eval  # type: ignore[method-assign]
+
+    def drain(self) -> None:
+        """Apply the gradients of all batches on their way; before validation, each checkpoint, and the end. Collective.
+
+        The steps are optimizer steps like others (hooks, clipping), at the learning rate of the moment; `global_step`
+        counts batches, so it stays.
+        """
+        if self.pipeline is None or not self.pipeline.in_flight:
+            return
+
+        def step(gradients: Callable[[], None]) -> None:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+                self._precision.optimizer_step(optimizer, self._module, gradients)
+                optimizer.zero_grad()
+
+        with torch.inference_mode(False), torch.enable_grad():  # Lightning's validation has switched them already
+            self.pipeline.drain(step)
 
     @property
     def _module(self) -> LightningModule:
@@ -274,7 +304,7 @@ class MeshStrategy(ParallelStrategy):
         else:
             with window.guarded(loss), self._contexts():
                 precision.backward(loss, module, optimizer, *args, **kwargs)
-        if window.last:
+        if window.last and not (self.pipeline is not None and self.pipeline.delayed):
             self._check_reduced()
             window.normalise(p for part in self.parts for p in part.parameters())
         return precision.post_backward(loss, module)
@@ -418,6 +448,8 @@ class MeshStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return this rank's shards by global name."""
         assert self.state is not None
+        if self.pipeline is not None and self.pipeline.in_flight:
+            raise RunFailedError("Weights were asked for with batches on their way; use trainer.save_checkpoint.")
         return self.state.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -452,7 +484,7 @@ class MeshStrategy(ParallelStrategy):
         """Undo what was put on the module's instance."""
         if self.window is not None:
             self.window.recorder.remove()
-            for name in ("configure_optimizers", "lr_scheduler_step"):
+            for name in ("configure_optimizers", "lr_scheduler_step", "on_validation_model_eval"):
                 self._module.__dict__.pop(name, None)
         assert self.cluster_environment is not None
         assert self.accelerator is not None

@@ -38,6 +38,10 @@ class MeshCallback(Callback):
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # upon which Lightning validates, and stops as it would anyway
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave weights to which every trained batch was applied."""
+        strategy_of(trainer).drain()
+
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -136,6 +140,12 @@ class Trainer(pl.Trainer):
             **settings,
         )
         lightning_private.leave_signals_alone(self)  # `framework.preemption` has its own way, which can't dead-lock
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; a delayed pipeline is drained first, so that a resumed run is the run that went on."""
+        if isinstance(self.strategy, MeshStrategy):
+            self.strategy.drain()
+        super().save_checkpoint(*args, **kwargs)
 
 
 def check_settings(plan: RunPlan) -> None:

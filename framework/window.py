@@ -94,6 +94,8 @@ class Window:
         """Whether the module returns weights (tokens); else weights are samples."""
         self.loss: float | None = None
         """Mean loss of the last finished optimizer step over all ranks; None before the first."""
+        self.after_bad = "the weights are those before this step. Type on_nonfinite=skip to leave such steps out."
+        """What is left, and what to do, when a loss wasn't finite; a delayed pipeline has something else to say."""
         self._loss_sum = 0.0
         self._weight = 1.0
         self._drop = False
@@ -168,8 +170,7 @@ class Window:
             if value is not None and (value == "None" or not math.isfinite(float(value)))
         ]
         raise RunFailedError(
-            f"The loss isn't finite on {', '.join(bad)} at step {step}; all ranks stopped together, the weights are "
-            "those before this step. Type on_nonfinite=skip to leave such steps out."
+            f"The loss isn't finite on {', '.join(bad)} at step {step}; all ranks stopped together, {self.after_bad}"
         )
 
     # -- its backward ----------------------------------------------------------------------------------------------
@@ -200,10 +201,7 @@ class Window:
         """End the window; return what its gradients have to be multiplied by, 1 if the step will be dropped."""
         batch, mesh = self.plan.batch, self.plan.mesh
         pieces = mesh.data_ranks * mesh.cp * batch.accumulation * batch.microbatches
-        total, self.samples = self.samples, 0.0
-        loss_sum, self._loss_sum = self._loss_sum, 0.0
-        self.counted += total
-        self.loss = loss_sum / total if total else None
+        total = self.account()
         if total == 0.0:
             self._drop = True
         if self._drop or self.reference is None:
@@ -214,6 +212,14 @@ class Window:
     def dropping(self) -> bool:
         """Whether this optimizer step will be dropped."""
         return self._drop
+
+    def account(self) -> float:
+        """Close the books: set `loss` to the mean over what was agreed on since; return the weight of it."""
+        total, self.samples = self.samples, 0.0
+        loss_sum, self._loss_sum = self._loss_sum, 0.0
+        self.counted += total
+        self.loss = loss_sum / total if total else None
+        return total
 
     def take_drop(self) -> bool:
         """Whether this optimizer step must be dropped; forgets it."""

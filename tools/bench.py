@@ -1,4 +1,4 @@
-"""Benchmarks: `python tools/bench.py [--json FILE] overhead | memory | start | zero`.
+"""Benchmarks: `python tools/bench.py [--json FILE] overhead | memory | pipelines | start | zero`.
 
 Prints a table; `--json` keeps figures.
 They measure, they don't judge: nothing here is a timed test. Run them on a machine that does nothing else.
@@ -34,6 +34,13 @@ def main() -> None:
     overhead.add_argument("--profile", action="store_true", help="where the time goes (slows every side down)")
     memory = commands.add_parser("memory", help="bytes a rank counted from tensors, against the arithmetic of the plan")
     memory.add_argument("--mixes", nargs="+", help="names of mixes; default: all")
+    pipelines = commands.add_parser("pipelines", help="speed of pipeline schedules over GPipe's, at emulated compute")
+    pipelines.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved_1f1b", "pipedream", "pipedream_2bw"])
+    pipelines.add_argument("--rounds", type=int, default=3, help="how often each schedule runs")
+    pipelines.add_argument("--stages", type=int, default=4, help="ranks")
+    pipelines.add_argument("--micros", type=int, default=8, help="micro-batches of a batch")
+    pipelines.add_argument("--steps", type=int, default=12, help="steps that are measured")
+    pipelines.add_argument("--forward-ms", type=float, default=10.0, help="of a sample on a rank; backward: twice that")
     start = commands.add_parser("start", help="from the command to the first step, and from kill -9 to the next one")
     start.add_argument("--rounds", type=int, default=3)
     zero = commands.add_parser("zero", help="DeepSpeed's stages and FSDP2: bytes a rank and tokens a second")
@@ -71,6 +78,14 @@ def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
         report = zero.measure(arguments.ranks, arguments.steps, arguments.rows)
         return report, zero.table(report)
+    if arguments.command == "pipelines":
+        from benchmarks import pipelines
+
+        names = [field.name for field in fields(pipelines.Settings)]
+        report = pipelines.measure(
+            arguments.schedules, pipelines.Settings(**{name: getattr(arguments, name) for name in names})
+        )
+        return report, pipelines.table(report)
     from benchmarks import start
 
     report = start.measure(arguments.rounds)

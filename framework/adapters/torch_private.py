@@ -15,6 +15,7 @@ from torch._functorch import config as functorch_config
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor, Shard, _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -161,6 +162,22 @@ def swapped_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Gene
         yield
     finally:
         module._parameters.update(before)
+
+
+def schedule_of_actions(
+    rows: Sequence[Sequence[str]], stages: Sequence[Any], microbatches: int, loss_fn: Callable[..., Any]
+) -> Any:
+    """Return torch's pipeline runtime for a compute-only table of actions: a row a rank, as in its CSV files.
+
+    Torch adds sends, receives and, for FSDP, gathers. Its own `_load_csv` does the same from a file's name, which every
+    rank would have to read again; both are private.
+    """
+    make: Any = _PipelineScheduleRuntime
+    runtime = make(list(stages), microbatches, loss_fn=loss_fn, scale_grads=False)
+    runtime._prepare_schedule_with_comms(
+        {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}, format="compute_only"
+    )
+    return runtime
 
 
 def forget_meshes() -> None:

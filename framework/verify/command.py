@@ -200,9 +200,11 @@ class _Composer:
         return self.base.vary((*mix.words, f"precision={self.most_exact(mix.words)}"), mix.ranks).plan()
 
     def options(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Return the options of the concerns of the mesh, and the variants of each."""
-        options = _with_options()
-        return {slot: {name: self.wants(slot, name).variants for name in names} for slot, names in options.items()}
+        """Return the options of the concerns of the mesh that need no setting, and the variants of each."""
+        return {
+            slot: {name: self.wants(slot, name).variants for name in names if self.base.option(slot, name) is not None}
+            for slot, names in _with_options().items()
+        }
 
     def wants(self, slot: str, name: str) -> Requirements:
         """Return what an option needs, gives and excludes; nothing if it can't be built."""
@@ -258,6 +260,8 @@ class _Oracle:
         self.composer = composer
         self.steps = steps
         self._truths: dict[tuple[str, ...], tuple[RunPlan, float, Outcome]] = {}
+        self._alone: dict[tuple[str, ...], tuple[Any, ...]] = {}  # arguments of `rank.alone`
+        self._delayed: dict[Any, Outcome] = {}
 
     def truth(self, more: Sequence[str] = (), precision: str = "fp64") -> tuple[RunPlan, float, Outcome]:
         """Return the plan of one process, the learning rate, and what the reference shows; arguments of `_Composer`."""
@@ -273,7 +277,8 @@ class _Oracle:
             learning = [first.initial[name] for name in first.result.first_gradients]
             lr = SHARE * global_norm(learning) / first.result.grad_norms[0]
             clip, by = (single.trainer.get(f"gradient_clip_{what}") for what in ("val", "algorithm"))
-            want = self._run(rank.alone, 1, single.components["model"], first, batches, lr, clip or None, by or "norm")
+            self._alone[key] = (single.components["model"], first, batches, lr, clip or None, by or "norm")
+            want = self._run(rank.alone, 1, *self._alone[key])
             still = unmoved(want.result, BOUNDS[precision])
             if still:
                 print(
@@ -283,8 +288,24 @@ class _Oracle:
             self._truths[key] = (single, lr, want)
         return self._truths[key]
 
+    def delayed(self, got: Outcome, words: frozenset[str], truth: tuple[str, ...]) -> Outcome:
+        """Return what one process with the same delays shows, for a mix that gives `delayed_gradients`.
+
+        PipeDream's delays follow from the stages, PipeDream-2BW's is one step everywhere. `truth`: the reference's key.
+        """
+        from framework.verify import rank
+
+        last = max(got.stages.values())
+        by_stage = "delay_by_stage" in words
+        delays = {name: last - stage if by_stage else 1 for name, stage in got.stages.items()}
+        key = (truth, tuple(sorted(delays.items())), "vertical_sync" in words)
+        if key not in self._delayed:
+            self._delayed[key] = self._run(rank.alone, 1, *self._alone[truth], delays, "vertical_sync" in words)
+        return self._delayed[key]
+
     def judge(self, mix: Mix, plan: RunPlan, more: Sequence[str] = (), mutant: str = "") -> Row:
         """Train under a mix, with a planted fault if one is named, and hold it against the reference."""
+        from framework.memory import given_words
         from framework.testing import RanksError
         from framework.verify import rank
 
@@ -299,6 +320,9 @@ class _Oracle:
         except RanksError as error:
             row.lines = str(error).splitlines()[:3]
         else:
+            words = given_words(plan)
+            if "delayed_gradients" in words:
+                want = self.delayed(got, words, (*more, precision))
             found = distances(got.result, want.result, bounds.floor) + _other_distances(got, want)
             row.worst = max((math.inf if math.isnan(one.distance) else one.distance for one in found), default=math.inf)
             wrong = [one for one in found if not one.distance <= allowed.get(one.kind, bounds.gradient)]

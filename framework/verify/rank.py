@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset
 
 from framework import objects
 from framework.adapters.torch_private import tree_map
+from framework.agreement import gather
 from framework.errors import RunFailedError
 from framework.plan import RunPlan
 from framework.trainer import Trainer, as_module, build_model
@@ -42,6 +43,7 @@ class Outcome:
         buffers: whole buffers at the end by name.
         initial_buffers: those at the start.
         apart: relative distances of what two ranks hold and should be equal, by name.
+        stages: which pipeline stage has which parameter.
     """
 
     result: Result
@@ -49,6 +51,7 @@ class Outcome:
     buffers: dict[str, Tensor]
     initial_buffers: dict[str, Tensor] = field(default_factory=dict)
     apart: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, int] = field(default_factory=dict)
 
 
 def sha256(tensors: Mapping[str, Tensor]) -> str:
@@ -87,18 +90,23 @@ class Watch(Callback):
         self.norms: list[float] = []
         self.losses: list[float] = []
         self.apart: dict[str, float] = {}
+        self.stages: dict[str, int] = {}
         self._step = 0
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep the initial weights."""
         self.initial = self._gathered("initial", trainer.strategy.named_parameters())
         self.initial_buffers = self._gathered("initial buffer", pl_module.named_buffers())
+        stage = {parameter: part.index for part in trainer.strategy.parts for parameter in part.parameters()}
+        mine = {name: stage[parameter] for name, parameter in pl_module.named_parameters() if parameter in stage}
+        self.stages = {name: index for theirs in gather(mine) for name, index in theirs.items()}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
-        """Keep the gradients, before clipping."""
+        """Keep the norm of the gradients, before clipping, and the first of each parameter."""
         whole = self._gathered("gradient", trainer.strategy.named_gradients())
         self.norms.append(reference.global_norm(whole.values()))
-        self.gradients = self.gradients or whole
+        for name, gradient in whole.items():
+            self.gradients.setdefault(name, gradient)
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
         """Keep the loss of an optimizer step."""
@@ -160,16 +168,26 @@ def _train(plan: RunPlan, lr: float) -> tuple[Outcome, Trainer]:
     quiet_dropout(model)
     # on the instance: the user's class stays as it is
     model.configure_optimizers = partial(sgd, model, lr)  # type: ignore[method-assign]
+    if "sync_every" in (plan.components.get("pp") or {}):  # every step's loss is compared
+        plan = plan.with_(components={**plan.components, "pp": {**plan.components["pp"], "sync_every": 1}})
     watch = Watch()
     trainer = Trainer(plan, callbacks=[watch], logger=False)
     trainer.fit(model, datamodule=objects.build(plan.components["data"]))
     updates = {name: watch.final[name].double() - start.double() for name, start in watch.initial.items()}
     result = Result(watch.losses, watch.norms, watch.gradients, updates)
-    return Outcome(result, watch.initial, watch.buffers, watch.initial_buffers, watch.apart), trainer
+    outcome = Outcome(result, watch.initial, watch.buffers, watch.initial_buffers, watch.apart, watch.stages)
+    return outcome, trainer
 
 
 def alone(
-    spec: Mapping[str, Any], start: Outcome, batches: list[Any], lr: float, clip: float | None, by: str
+    spec: Mapping[str, Any],
+    start: Outcome,
+    batches: list[Any],
+    lr: float,
+    clip: float | None,
+    by: str,
+    delays: Mapping[str, int] | None = None,
+    vertical_sync: bool = False,
 ) -> Outcome:
     """Train in one process without a Trainer: the truth that mixes are held against.
 
@@ -180,6 +198,8 @@ def alone(
         lr: learning rate.
         clip: bound of the gradient; None = none.
         by: what is bounded: `norm`, `inf_norm` or `value`.
+        delays: as in `reference.train`, of a mix whose gradients are delayed.
+        vertical_sync: as there.
     """
     torch.set_default_dtype(torch.float64)  # what a step method makes anew is as wide as under precision=fp64
     model = as_module(objects.build(spec), spec)
@@ -201,7 +221,10 @@ def alone(
         return output["loss"], 1.0 if weight is None else float(weight)
 
     steps = [[tree_map(_wide, batch)] for batch in batches]
-    result = reference.train(model, steps, loss_of, lr=lr, momentum=MOMENTUM, clip=clip, clip_algorithm=by)
+    result = reference.train(
+        model, steps, loss_of, lr=lr, momentum=MOMENTUM, clip=clip, clip_algorithm=by,
+        delays=delays, vertical_sync=vertical_sync,
+    )  # fmt: skip
     return Outcome(result, start.initial, {name: buffer.clone() for name, buffer in model.named_buffers()})
 
 

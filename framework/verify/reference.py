@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,9 @@ def train(
     clip_algorithm: str = "norm",
     schedule: Callable[[int], float] | None = None,
     autocast: torch.dtype | None = None,
+    delays: Mapping[str, int] | None = None,
+    vertical_sync: bool = False,
+    drain_after: Collection[int] = (),
 ) -> Result:
     """Train `model` in place with SGD and momentum.
 
@@ -56,39 +59,114 @@ def train(
         clip_algorithm: `norm`, `inf_norm` or `value`.
         schedule: factor of the learning rate in optimizer step t (from 0); None = constant.
         autocast: compute dtype of a mixed-precision run; None = the model's own dtype.
+        delays: how many steps after its batch's own a parameter's gradient is applied, as an asynchronous pipeline does
+            (PipeDream: stages - 1 - stage; PipeDream-2BW: 1); None = none. A batch's gradient is that at each
+            parameter's newest value.
+        vertical_sync: instead, it is that at the values which the slowest parameters have.
+        drain_after: numbers of steps after which gradients that wait are applied in steps of their own, at the learning
+            rate of the next step; at the end they are in any case.
 
     Returns:
-        The gradient norm and the first gradients are those before clipping.
+        The gradient norms (one a step, those of draining too) and the first gradients are those before clipping.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    velocity: dict[str, Tensor] = {}
     result = Result(frozen=frozenset(start) - frozenset(parameters))
-    for t, pieces in enumerate(steps):
-        model.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
-            parts = [loss_of(model, piece) for piece in pieces]
-        total = sum(weight for _, weight in parts)
-        terms = [loss.to(torch.promote_types(loss.dtype, torch.float32)) * w for loss, w in parts if w > 0]
-        loss = torch.stack(terms).sum() / total
-        loss.backward()  # type: ignore[no-untyped-call]
-        gradients = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
-        if t == 0:
-            result.first_gradients = {name: g.clone() for name, g in gradients.items()}
-        result.losses.append(float(loss.detach()))
-        result.grad_norms.append(global_norm(gradients.values(), 2 if clip_algorithm != "inf_norm" else torch.inf))
-        if clip is not None and clip_algorithm == "value":
-            gradients = {name: g.clamp(-clip, clip) for name, g in gradients.items()}
-        elif clip is not None:
-            factor = min(1.0, clip / (result.grad_norms[-1] + 1e-6))
-            gradients = {name: g * factor for name, g in gradients.items()}
-        rate = lr * (schedule(t) if schedule else 1.0)
-        with torch.no_grad():
-            for name, g in gradients.items():
-                velocity[name] = velocity[name].mul_(momentum).add_(g) if name in velocity else g.clone()
-                parameters[name].add_(velocity[name], alpha=-rate)  # one rounding in low precision, as in torch's SGD
+    optimizer = _Sgd(parameters, momentum, clip, clip_algorithm, result)
+    late = {name: (delays or {}).get(name, 0) for name in parameters}
+    depth = max(late.values(), default=0)
+    batches = list(steps)
+    waiting: list[dict[str, Tensor]] = []  # gradients of the batches since nothing was late
+    values: dict[str, list[Tensor]] = {}  # of each parameter since then
+
+    def step(behind: int, rate: float) -> None:
+        """Apply what is due when `behind` more batches have come than are waiting."""
+        due = {name: len(waiting) - 1 + behind - delay for name, delay in late.items()}
+        due = {name: at for name, at in due.items() if 0 <= at < len(waiting) and name in waiting[at]}
+        optimizer.step({name: waiting[at][name] for name, at in due.items()}, rate)
+        for name in due if vertical_sync else ():
+            values[name].append(parameters[name].detach().clone())
+
+    for t, pieces in enumerate(batches):
+        if vertical_sync and not waiting:
+            values = {name: [p.detach().clone()] for name, p in parameters.items()}
+        old = {name: values[name][max(0, len(waiting) - depth)] for name in parameters} if vertical_sync else {}
+        with _replaced(parameters, old):
+            loss, gradients = _gradients(model, pieces, loss_of, parameters, autocast)
+        result.losses.append(loss)
+        waiting.append(gradients)
+        step(0, lr * (schedule(t) if schedule else 1.0))
+        if t + 1 in drain_after or t + 1 == len(batches):
+            for behind in range(1, depth + 1):
+                step(behind, lr * (schedule(t + 1) if schedule else 1.0))
+            waiting.clear()
     result.updates = {name: p.detach() - start[name] for name, p in model.named_parameters()}
     return result
+
+
+def _gradients(
+    model: nn.Module,
+    pieces: Sequence[Any],
+    loss_of: LossOf,
+    parameters: Mapping[str, nn.Parameter],
+    autocast: torch.dtype | None,
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss of a global batch and its gradients."""
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+        parts = [loss_of(model, piece) for piece in pieces]
+    total = sum(weight for _, weight in parts)
+    terms = [loss.to(torch.promote_types(loss.dtype, torch.float32)) * w for loss, w in parts if w > 0]
+    loss = torch.stack(terms).sum() / total
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+    return float(loss.detach()), gradients
+
+
+class _Sgd:
+    """SGD with momentum and clipping, as torch's; keeps what a run is judged by."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        momentum: float,
+        clip: float | None,
+        algorithm: str,
+        result: Result,
+    ) -> None:
+        self.parameters, self.momentum, self.result = parameters, momentum, result
+        self.clip, self.algorithm = clip, algorithm
+        self.velocity: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, gradients: dict[str, Tensor], rate: float) -> None:
+        """Move the parameters that have a gradient."""
+        for name, g in gradients.items():
+            self.result.first_gradients.setdefault(name, g)
+        self.result.grad_norms.append(global_norm(gradients.values(), 2 if self.algorithm != "inf_norm" else torch.inf))
+        if self.clip is not None and self.algorithm == "value":
+            gradients = {name: g.clamp(-self.clip, self.clip) for name, g in gradients.items()}
+        elif self.clip is not None:
+            factor = min(1.0, self.clip / (self.result.grad_norms[-1] + 1e-6))
+            gradients = {name: g * factor for name, g in gradients.items()}
+        for name, g in gradients.items():
+            before = self.velocity.get(name)
+            self.velocity[name] = g.clone() if before is None else before.mul_(self.momentum).add_(g)
+            # one rounding in low precision, as in torch's SGD
+            self.parameters[name].add_(self.velocity[name], alpha=-rate)
+
+
+@contextlib.contextmanager
+def _replaced(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give parameters other values inside."""
+    kept = {name: parameters[name].detach().clone() for name in values}
+    with torch.no_grad():
+        for name, value in values.items():
+            parameters[name].copy_(value)
+    yield
+    with torch.no_grad():
+        for name, value in kept.items():
+            parameters[name].copy_(value)
 
 
 def global_norm(tensors: Iterable[Tensor], order: float = 2) -> float:

@@ -110,6 +110,25 @@ def test_attributes_that_the_adapters_reach_for() -> None:
     assert [type(node).__name__ for node, _ in (leaf * 2).grad_fn.next_functions if node] == ["AccumulateGrad"]  # type: ignore[union-attr]
 
 
+def test_a_table_of_actions_is_lowered_by_torch() -> None:
+    """`pp=csv` hands its table to a private runtime, which adds what is sent."""
+    from types import SimpleNamespace
+
+    from framework.adapters.torch_private import schedule_of_actions
+
+    stage: Any = SimpleNamespace(num_stages=2, group_size=2, group_rank=0, stage_index=0)
+    rows = [["0F0", "0F1", "", "0B0", "0I1", "0W1"], ["1F0", "1B0", "1F1", "1B1"]]
+    made = schedule_of_actions(rows, [stage], 2, lambda *_: None)
+    lowered = {rank: [str(action) for action in row] for rank, row in made.pipeline_order_with_comms.items()}
+    computed = [action for action in lowered[0] if action[1:2] in "FBIW" and "_" not in action]
+    assert computed == ["0F0", "0F1", "0B0", "0I1", "0W1"]
+    assert [action for action in lowered[0] if "_F" in action or "_B" in action] == [
+        "0SEND_F0", "0SEND_F1", "0RECV_B0", "0RECV_B1",
+    ]  # fmt: skip
+    assert made.stage_index_to_group_rank == {0: 0, 1: 1}
+    assert made.scale_grads is False
+
+
 def test_a_selectively_checkpointed_region_hands_out_its_outputs_again() -> None:
     """`RepeatableReplay` reaches for `storage` of the second context; without it torch refuses a second time."""
     import torch

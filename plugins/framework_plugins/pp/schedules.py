@@ -88,15 +88,18 @@ class Schedule:
         problems = []
         if ranks < 2:
             problems.append(Problem(f"pp={self.schedule}", "a pipeline needs at least 2 ranks", "pp.size=2"))
-        if self.schedule in ("1f1b", "dualpipev") and count < stages:
+        least = stages if self.schedule in ("1f1b", "dualpipev") else ranks
+        if count < least:
+            share = (ranks - 1) / (count + ranks - 1)
             problems.append(
                 Problem(
                     f"pp.microbatches={count}",
-                    f"{self.schedule} needs at least as many micro-batches as its {stages} stages",
-                    f"pp.microbatches={stages}",
+                    f"{self.schedule} needs at least as many micro-batches as its {least} "
+                    f"{'stages' if least == stages else 'ranks'}; with {count} they would wait {share:.0%} of the time",
+                    f"pp.microbatches={least}",
                 )
             )
-        if self.schedule in ("interleaved_1f1b", "zero_bubble"):
+        elif self.schedule in ("interleaved_1f1b", "zero_bubble"):
             rounds = max(1, count // ranks)
             if count % rounds:
                 problems.append(
@@ -186,11 +189,13 @@ class Schedule:
         else:
             ends = list(accumulate(self.split))
             ranges = [range(end - size, end) for end, size in zip(ends, self.split, strict=True)]
+        return cut(module, path, ranges, self._mine(rank, ranks))
+
+    def _mine(self, rank: int, ranks: int) -> list[int]:
+        """Return the stages of a rank, ascending."""
         if self.schedule in V_SHAPED:
-            mine = [rank, stages - 1 - rank]
-        else:
-            mine = [rank + ranks * turn for turn in range(self.stages_per_rank)]
-        return cut(module, path, ranges, mine)
+            return [rank, ranks * self.stages_per_rank - 1 - rank]
+        return [rank + ranks * turn for turn in range(self.stages_per_rank)]
 
     @hookimpl
     def make_schedule(self, parts: list[ModelPart], mesh: Mesh, plan: RunPlan) -> Pipeline | None:
