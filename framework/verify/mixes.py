@@ -12,6 +12,7 @@ MESH_SLOTS = ("strategy", "tp", "pp", "cp", "ep")
 """Concerns that have an axis of the mesh."""
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "strategy=ddp": ("", "strategy.reduction=overlap"),
     "strategy=fsdp": ("", "strategy.sharding=shard_grad_op", "strategy.replicas=2"),
     "tp=dtensor": (
         "",
