@@ -42,7 +42,9 @@ def take_from_first(module: nn.Module, device: torch.device) -> None:
             f"Rank {other} built another module than rank 0: they differ in {apart[0] if apart else 'the order'}; "
             "build the same module on all ranks."
         )
-    changed = [name for name, tensor in tensors.items() if not tensor.is_meta and _receive(tensor, device)]
+    changed = [
+        name for name, tensor in tensors.items() if not tensor.is_meta and tensor.numel() and _receive(tensor, device)
+    ]
     if changed:
         log.warning(
             "This rank built the module with other values of %s%s; it starts from those of rank 0, as all ranks do.",
@@ -57,13 +59,13 @@ def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _receive(tensor: Tensor, device: torch.device) -> bool:
     """Overwrite `tensor` by rank 0's; return whether it differed."""
-    first = tensor.detach().to(device, copy=True).contiguous()
+    first = _bits(tensor).to(device, copy=True)  # as bytes: not every backend sends every dtype
     dist.broadcast(first, src=0)
     first = first.to(tensor.device)
-    same = torch.equal(_bits(first), _bits(tensor))
-    if not same:
-        tensor.copy_(first)
-    return not same
+    if torch.equal(first, _bits(tensor)):
+        return False
+    tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
+    return True
 
 
 def _bits(tensor: Tensor) -> Tensor:

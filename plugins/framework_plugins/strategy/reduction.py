@@ -188,7 +188,7 @@ class GradientReduction:
         for _, same in groupby(sorted(buffers, key=_kind), key=_kind):
             alike = list(same)
             flat = torch.cat([buffer.flatten() for buffer in alike])
-            dist.broadcast(flat, group=self.group, group_src=0)
+            dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0)  # gloo sends no booleans
             for buffer, piece in zip(alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True):
                 buffer.copy_(piece.view_as(buffer))
 

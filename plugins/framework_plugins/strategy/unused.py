@@ -143,12 +143,14 @@ class UnusedParameters:
     def __init__(self, part: ModelPart, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self.groups = groups
         self.device = device
-        self._held: Sequence[UnitParameter] = ()
+        self._used: dict[nn.Parameter, bool] = {}
+        """Whether this rank had a gradient in any of the window's reductions (a pipeline has one a micro-step)."""
         watch_unit(part.module, lambda: None, self._reduces)
         part.module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
 
     def _reduces(self, held: Sequence[UnitParameter]) -> None:
-        self._held = held
+        for one in held:
+            self._used[one.parameter] = one.has_gradient or self._used.get(one.parameter, False)
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
@@ -157,13 +159,13 @@ class UnusedParameters:
 
     def finish(self, dropped: bool = False) -> Sequence[str]:
         """Take the zero gradients of what no rank used away; collective."""
-        held, self._held = self._held, ()
-        if dropped or not held:
+        used, self._used = self._used, {}
+        if dropped or not used:
             return ()
-        counts = torch.tensor([one.has_gradient for one in held], dtype=torch.int32, device=self.device)
+        counts = torch.tensor(list(used.values()), dtype=torch.int32, device=self.device)
         for group in self.groups:
             dist.all_reduce(counts, group=group)
-        for one, count in zip(held, counts.tolist(), strict=True):
+        for parameter, count in zip(used, counts.tolist(), strict=True):
             if not count:
-                one.parameter.grad = None
+                parameter.grad = None
         return ()
