@@ -94,12 +94,14 @@ class UnitParameter:
     """A trainable parameter of a unit of FSDP2, when the unit's backward has run.
 
     Attributes:
-        name: from the root of sharding.
+        owner: module that it hangs on.
+        key: its name there.
         parameter: this rank's shard.
         has_gradient: whether this rank has one, from this or an earlier micro-step of the window.
     """
 
-    name: str
+    owner: nn.Module
+    key: str
     parameter: nn.Parameter
     has_gradient: bool
 
@@ -132,7 +134,8 @@ def _tell_before(group: Any, before_forward: Any, before_reduction: Any) -> None
         if group.reduce_grads:
             before_reduction([
                 UnitParameter(
-                    one._param_fqn.removeprefix("root."),
+                    one._module_info.module,
+                    one._module_info.param_name,
                     one.sharded_param,
                     one.unsharded_accumulated_grad is not None or one.unsharded_param.grad is not None,
                 )

@@ -42,6 +42,7 @@ class UnitsAgree:
         self.root = part.root
         self.device = device
         self.names = list(units)
+        self._owners = {module: name for name, module in part.owned.items()}
         self.group = group
         self.forwards = part.stages == 1  # a pipeline's first step has more of them than others
         self._first_step = True
@@ -67,17 +68,20 @@ class UnitsAgree:
             return
         has = tuple(one.has_gradient for one in held)
         if self._first_step:
-            missing = [one.name for one in held if not one.has_gradient]
+            missing = [self._name(one) for one in held if not one.has_gradient]
             self._agree(BACKWARD, unit, missing)
             self._agreed.setdefault(unit, set()).add(has)
         elif any(has) and has not in self._agreed.get(unit, ()):
             before = next(iter(self._agreed.get(unit, {()}))) or (False,) * len(has)
-            lost = [one.name for one, now, then in zip(held, has, before, strict=True) if then and not now]
-            gained = [one.name for one, now, then in zip(held, has, before, strict=True) if now and not then]
+            lost = [self._name(one) for one, now, then in zip(held, has, before, strict=True) if then and not now]
+            gained = [self._name(one) for one, now, then in zip(held, has, before, strict=True) if now and not then]
             what = f"{', '.join(lost)} got no gradient" if lost else f"{', '.join(gained)} got a gradient"
             raise self._error(f"{what} on rank {dist.get_rank()}, unlike in the first step")
         if any(has):
             self._reduced.add(unit)
+
+    def _name(self, one: UnitParameter) -> str:
+        return f"{self._owners.get(one.owner, '')}.{one.key}".lstrip(".")
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
