@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 
-from framework import initialize
+from framework import initialize, same_start
 from framework.mesh import Mesh
 from framework.parts import ModelPart, whole
 from framework.plan import RunPlan
@@ -22,7 +22,7 @@ def parallelize(
     """Turn the user's module into this rank's parts, in place.
 
     Args:
-        module: on the meta device (it has `init_weights`) or built for real with equal weights on all ranks.
+        module: on the meta device (it has `init_weights`) or built for real; then rank 0's weights are those of all.
         hook: the plugin manager's `hook`.
         mesh: all axes.
         plan: the run.
@@ -33,6 +33,7 @@ def parallelize(
         The stages that this rank runs, first to last; one without a pipeline.
     """
     precision.convert_module(module)  # first, so that every later step sees the final dtype
+    same_start.take_from_first(module, device)  # while each rank still has the whole module
     origin = initialize.origin(module)  # before anything replaces parameters: ties (P20), how each is initialised
     meta = any(parameter.is_meta for parameter in module.parameters())
     parts: list[ModelPart] = hook.make_stages(module=module, mesh=mesh, plan=plan) or [whole(module)]

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
 from torch import nn
+
+
+class Reduction(Protocol):
+    """What a data-parallel option has to do around the backward passes of a part, where no wrapper of its does it."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Micro-steps inside, all of a window but its last, leave gradients on the rank."""
+
+    def finish(self, dropped: bool = False) -> Sequence[str]:
+        """Called on all ranks after the last backward of a window, before anything reads a gradient; collective.
+
+        Args:
+            dropped: all ranks agreed to leave the step out before its backward, so there may be no gradient at all.
+
+        Returns:
+            Names of parameters that got no gradient here and had to; then nothing was reduced.
+        """
 
 
 @dataclass(eq=False)
@@ -30,6 +47,7 @@ class ModelPart:
         contexts: entered by the strategy around each step's forward and backward (`loss_parallel`, say).
         initialised: called with each parameter of a module without weights as soon as it has its initial values, for
             engines that shard a parameter only then; None = nothing to do.
+        reduction: of the gradients; None where `module` itself does it.
     """
 
     root: LightningModule
@@ -42,6 +60,7 @@ class ModelPart:
     view: AbstractContextManager[None] = field(default_factory=nullcontext)
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     initialised: Callable[[nn.Parameter], None] | None = None
+    reduction: Reduction | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield each owned parameter once."""

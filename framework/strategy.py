@@ -294,7 +294,9 @@ class MeshStrategy(ParallelStrategy):
         """Backward of one micro-step; at the last one of a window divide by the true weight of the whole window."""
         module, precision = self._module, self._precision
         if not module.automatic_optimization:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            self._finish_reductions()
+            return loss
         window = self.window
         assert window is not None
         weighed = closure_loss if self.pipeline is not None else window.weigh(closure_loss)
@@ -305,7 +307,7 @@ class MeshStrategy(ParallelStrategy):
             with window.guarded(loss), self._contexts():
                 precision.backward(loss, module, optimizer, *args, **kwargs)
         if window.last and not (self.pipeline is not None and self.pipeline.delayed):
-            self._check_reduced()
+            self._finish_reductions(window.dropped and self.pipeline is None)
             window.normalise(p for part in self.parts for p in part.parameters())
         return precision.post_backward(loss, module)
 
@@ -320,14 +322,20 @@ class MeshStrategy(ParallelStrategy):
         """Yield name and gradient of each parameter that has one, before an optimizer step; as `named_parameters`."""
         yield from ((name, p.grad) for name, p in self._module.named_parameters() if p.grad is not None)
 
-    def _check_reduced(self) -> None:
-        """Stop before a step with gradients of one rank alone (P23); what had none is named."""
+    def _finish_reductions(self, dropped: bool = False) -> None:
+        """Wait for the gradients' averages; stop before a step without them (P23), naming what had no gradient."""
+        missing: list[str] = []
+        for part in self.parts:
+            if part.reduction is not None:
+                missing += part.reduction.finish(dropped)
         model: Any = self.model
-        if isinstance(model, DistributedDataParallel) and not torch_private.reduction_finished(model):
-            names = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
-            what = ", ".join(names) or "A parameter that was used before in this step"
+        wrapped = isinstance(model, DistributedDataParallel) and self._module.automatic_optimization
+        if wrapped and not torch_private.reduction_finished(model):
+            missing = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
+            missing = missing or ["A parameter that was used before in this step"]
+        if missing:
             raise RunFailedError(
-                f"{what} got no gradient on rank {self.global_rank}, so gradients weren't reduced; type "
+                f"{', '.join(missing)} got no gradient on rank {self.global_rank}, so gradients weren't reduced; type "
                 "strategy.find_unused_parameters=true, or freeze or remove what isn't used."
             )
 
@@ -340,7 +348,10 @@ class MeshStrategy(ParallelStrategy):
             model: Any = self.model
             if isinstance(model, DistributedDataParallel):
                 stack.enter_context(model.no_sync())
-            elif self.pipeline is None and isinstance(model, FSDPModule):
+            for part in self.parts:
+                if part.reduction is not None:
+                    stack.enter_context(part.reduction.no_sync())
+            if self.pipeline is None and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(False)
                 stack.callback(model.set_requires_gradient_sync, True)
             yield

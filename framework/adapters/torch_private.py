@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.distributed import distributed_c10d
-from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor, Shard, _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -114,13 +113,62 @@ def _zeros(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else torch.zeros_like(gradient)
 
 
-def replicate(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
-    """Replicate `module` over the 1-D `mesh`, in place; composes with tensor and pipeline parallelism.
+@dataclass(frozen=True)
+class UnitParameter:
+    """A trainable parameter of a unit of FSDP2, when the unit's backward has run.
 
-    The public `torch.distributed._composable.replicate` is the one on DDP's reducer, which doesn't compose; torchtitan
-    uses this one too.
+    Attributes:
+        owner: module that it hangs on.
+        key: its name there.
+        parameter: this rank's shard.
+        has_gradient: whether this rank has one, from this or an earlier micro-step of the window.
     """
-    _replicate(module, mesh=mesh, ignored_params=ignored)
+
+    owner: nn.Module
+    key: str
+    parameter: nn.Parameter
+    has_gradient: bool
+
+
+def watch_unit(
+    module: nn.Module, before_forward: Callable[[], None], before_reduction: Callable[[list[UnitParameter]], None]
+) -> None:
+    """Be told before a unit of FSDP2 is gathered for a forward, and before its gradients are reduced.
+
+    FSDP2's public hooks are called with the reduced gradients, or with one message of all, and not at all by a rank
+    that has none; a rank that disagrees with the others must know before its message is on the way.
+
+    Args:
+        module: that `fully_shard` was applied to.
+        before_forward: called in each forward, also where parameters are still gathered.
+        before_reduction: called after each backward that reduces.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        _tell_before(group, before_forward, before_reduction)
+
+
+def _tell_before(group: Any, before_forward: Any, before_reduction: Any) -> None:
+    pre_forward, post_backward = group.pre_forward, group.post_backward
+
+    def forward(*args: Any) -> Any:
+        before_forward()
+        return pre_forward(*args)
+
+    def backward(*args: Any) -> None:
+        if group.reduce_grads:
+            before_reduction([
+                UnitParameter(
+                    one._module_info.module,
+                    one._module_info.param_name,
+                    one.sharded_param,
+                    one.unsharded_accumulated_grad is not None or one.unsharded_param.grad is not None,
+                )
+                for one in group.fsdp_params
+                if one.sharded_param.requires_grad and hasattr(one, "_unsharded_param")
+            ])  # fmt: skip
+        post_backward(*args)
+
+    group.pre_forward, group.post_backward = forward, backward
 
 
 class RepeatableReplay(AbstractContextManager["RepeatableReplay"]):

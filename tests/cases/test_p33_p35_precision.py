@@ -201,10 +201,14 @@ def test_p35_raise_names_rank_and_step_on_all_ranks(pool, strategy, how):
         assert "step 2" in message
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "overlap", "fsdp"])
 @pytest.mark.parametrize("how", ["nan", "none"])
 def test_p35_skip_leaves_the_step_out_on_all_ranks(pool, strategy, how):
-    plan = make_plan(2, strategy=strategy, on_nonfinite="skip")
+    if strategy == "overlap":
+        chosen = {"strategy": option("strategy", "ddp", reduction="overlap")}
+        plan = make_plan(2, strategy="ddp", components=chosen, on_nonfinite="skip")
+    else:
+        plan = make_plan(2, strategy=strategy, on_nonfinite="skip")
     data = tokens(*[[1.0]] * 8)
     for probe in pool.run(fit, 2, plan, partial(Bad, how, lr=0.1), data, process_group=False):
         assert probe.skipped == probe.logged["skipped_steps"] == 1

@@ -65,6 +65,7 @@ class Mix:
 
 FSDP = "strategy=fsdp"
 SGO = "strategy=fsdp strategy.sharding=shard_grad_op"
+OVERLAP = "strategy.reduction=overlap"
 TP = "tp=dtensor"
 SP = "tp=dtensor tp.sequence_parallel=true"
 LP = "tp=dtensor tp.loss_parallel=true"
@@ -94,8 +95,11 @@ MIXES = [
     Mix("ddp4, full AC, clip inf", 4, f"strategy=ddp activation=full {CLIP_INF}"),
     Mix("ddp2, find_unused_parameters", 2, "strategy=ddp strategy.find_unused_parameters=true"),
     Mix("ddp2, static graph, selective AC", 2, "strategy=ddp strategy.static_graph=true activation=selective"),
+    Mix("ddp2 overlap, accumulation, clip norm", 2, f"strategy=ddp {OVERLAP} {ACC4} {CLIP}"),
+    Mix("ddp2 overlap, find_unused_parameters", 2, f"strategy=ddp {OVERLAP} strategy.find_unused_parameters=true"),
     # fsdp
     Mix("full_shard2", 2, FSDP),
+    Mix("full_shard2, find_unused_parameters, accumulation", 2, f"{FSDP} strategy.find_unused_parameters=true {ACC2}"),
     Mix("full_shard4, accumulation, full AC", 4, f"{FSDP} {ACC2} activation=full"),
     Mix("full_shard2, full AC, clip norm", 2, f"{FSDP} activation=full {CLIP}"),
     Mix("full_shard2, clip value", 2, f"{FSDP} {CLIP_VALUE}"),
@@ -117,6 +121,7 @@ MIXES = [
     Mix("tp4 sp loss parallel, clip inf", 4, f"{SP_LP} tp.size=4 {CLIP_INF}"),
     Mix("ddp2 x tp2", 4, f"strategy=ddp {TP}"),
     Mix("ddp2 x tp2 sp lp, accumulation, clip", 4, f"strategy=ddp {SP_LP} {ACC2} {CLIP}"),
+    Mix("ddp2 overlap x tp2, accumulation", 4, f"strategy=ddp {OVERLAP} {TP} {ACC2}"),
     Mix("full_shard2 x tp2 sp, selective AC", 4, f"{FSDP} {SP} activation=selective"),
     Mix("full_shard2 x tp2 lp, accumulation, clip", 4, f"{FSDP} {LP} {ACC2} {CLIP}"),
     Mix("hybrid 2x2 x tp2, clip", 8, f"{FSDP} strategy.replicas=2 {TP} {CLIP}"),
@@ -138,6 +143,8 @@ MIXES = [
     Mix("1f1b2 x full_shard2, accumulation, AC", 4, f"{FSDP} pp=1f1b {M4} {ACC2} activation=selective"),
     Mix("1f1b2 x ddp2, full AC, clip", 4, f"strategy=ddp pp=1f1b {M4} activation=full {CLIP}"),
     Mix("interleaved2 x full_shard2, full AC", 4, f"{FSDP} pp=interleaved_1f1b {M4} activation=full"),
+    Mix("1f1b2 x ddp2 overlap, clip", 4, f"strategy=ddp {OVERLAP} pp=1f1b {M4} {CLIP}"),
+    Mix("zero_bubble2 x ddp2 overlap, accumulation", 4, f"strategy=ddp {OVERLAP} pp=zero_bubble {M4} {ACC2}"),
     Mix("looped_bfs2 x ddp2, clip", 4, f"strategy=ddp pp=looped_bfs {M4} {CLIP}"),
     Mix("zero_bubble2 x shard_grad_op2, accumulation", 4, f"{SGO} pp=zero_bubble {M4} {ACC2}"),
     Mix("zbv2 x full_shard2, full AC", 4, f"{FSDP} pp=zbv {M4} activation=full"),

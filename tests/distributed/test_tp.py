@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tp_models import Gpt, Unplanned, batches
 
-from framework.adapters.torch_private import replicate
 from framework.clipping import clip_, total_norm
 from framework.mesh import Mesh
 from framework.parts import ModelPart, whole
@@ -22,6 +21,7 @@ from framework.plan import MeshSpec, RunPlan
 from framework.verify.reference import Bounds, Result, disagreements, train
 from framework_plugins.activation.full import Full
 from framework_plugins.activation.selective import Selective
+from framework_plugins.strategy.reduction import GradientReduction
 from framework_plugins.tp.dtensor import DTensorParallel
 from framework_plugins.tp.layers import LayerParallel
 from framework_plugins.tp.megatron import MegatronParallel
@@ -91,8 +91,6 @@ def build(
         for block in part.blocks.values():
             fully_shard(block, mesh=mesh["dp_shard"])
         fully_shard(model, mesh=mesh["dp_shard"])
-    if mesh.size("dp_replicate") > 1:
-        replicate(model, mesh["dp_replicate"], set())
     if meta:
         model.to_empty(device="cpu")
         if settings.get("tied"):
@@ -103,6 +101,9 @@ def build(
                 if isinstance(parameter, DTensor):
                     source = distribute_tensor(source, parameter.device_mesh, parameter.placements)
                 parameter.copy_(source)
+    if mesh.size("dp_replicate") > 1:
+        parameters = dict(model.named_parameters())
+        part.reduction = GradientReduction(parameters, mesh.group("dp_replicate"), bucket_bytes=2**20)
     names = [name for name, _ in model.named_parameters()]
     assert names == [name for name, _ in start.named_parameters()]
     for name, parameter in start.named_parameters():
@@ -136,6 +137,8 @@ def run(
             assert type(output["loss"]) is Tensor, "a loss as a user knows it"
             share = output["loss"] * output["weight"] / total
             (share * ranks).backward()
+        if part.reduction is not None:
+            assert part.reduction.finish() == ()
         logged = share.detach().clone()
         for axis in ("dp_shard", "dp_replicate"):
             dist.all_reduce(logged, group=mesh.group(axis))

@@ -1,7 +1,8 @@
 """`strategy=ddp`: one copy of the model a rank, gradients averaged by all-reduce (Li et al., 2020).
 
-Standing alone it is torch's DistributedDataParallel. Its wrapper doesn't compose with tensor or pipeline parallelism,
-so there the composable `replicate` does the same; settings that only the wrapper has are then refused, not ignored.
+Standing alone with `reduction=bucketed` it is torch's DistributedDataParallel. Its wrapper doesn't compose with tensor
+or pipeline parallelism and doesn't reduce gradient by gradient, so there `reduction.GradientReduction` does the work;
+settings that only the wrapper has are then refused, not ignored.
 """
 
 from __future__ import annotations
@@ -17,30 +18,62 @@ if TYPE_CHECKING:
     from framework.parts import ModelPart
 
 
+REDUCTIONS = ("bucketed", "overlap")
+HOOKS = ("none", "fp16", "bf16", "powersgd")
+BUCKET_MB = 25.0
+"""Size of a bucket of `reduction=bucketed`, as torch's wrapper has it."""
+
+
 @dataclass(kw_only=True, eq=False)
 class DDP:
     """Distributed data parallel.
 
     Attributes:
         size: number of copies; null = what `devices` leaves.
-        find_unused_parameters: search the graph for parameters that get no gradient in a step (slower); needed where
-            some are unused in some step.
+        reduction: `bucketed` starts a bucket's all-reduce when all its gradients are there; `overlap` starts each
+            gradient's own the moment it is accumulated (with `bucket_cap_mb`, that of a small bucket).
+        bucket_cap_mb: size of a communication bucket, MB; null = 25 for `bucketed`, one gradient for `overlap`.
+        hook: what travels: the gradients (`none`), rounded to `fp16` or `bf16`, or low-rank factors (`powersgd`).
+        powersgd_rank: rank of the factors; only read by `hook=powersgd`.
+        powersgd_start_step: optimizer steps reduced whole before the first compressed one, at least 2; only read by
+            `hook=powersgd`.
+        find_unused_parameters: a parameter may get no gradient in a step, on some ranks or on all (slower).
         gradient_as_bucket_view: gradients are views of the communication buckets: one copy less.
         static_graph: the same parameters are used in every step: allows more overlap.
-        bucket_cap_mb: size of a communication bucket, MB; null = torch's default (25).
-        broadcast_buffers: copy buffers (BatchNorm statistics) from rank 0 before each forward.
+        broadcast_buffers: copy buffers (BatchNorm statistics) from rank 0 before each forward; with
+            `reduction=overlap`, tp or pp at the end of each optimizer step.
+        replica_check: every how many optimizer steps weights, gradients and optimizer settings of the copies are held
+            against one another; null = never.
     """
 
     size: int | None = None
+    reduction: str = "bucketed"
+    bucket_cap_mb: float | None = None
+    hook: str = "none"
+    powersgd_rank: int = 1
+    powersgd_start_step: int = 1000
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
-    bucket_cap_mb: float | None = None
     broadcast_buffers: bool = True
+    replica_check: int | None = None
 
     def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"strategy.reduction={self.reduction} is unknown; choose {' or '.join(REDUCTIONS)}.")
+        if self.hook not in HOOKS:
+            raise ValueError(f"strategy.hook={self.hook} is unknown; choose {', '.join(HOOKS[:-1])} or {HOOKS[-1]}.")
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise ValueError(f"strategy.bucket_cap_mb={self.bucket_cap_mb} must be positive.")
+        if self.powersgd_rank < 1:
+            raise ValueError(f"strategy.powersgd_rank={self.powersgd_rank} must be at least 1.")
+        if self.powersgd_start_step < 2:
+            raise ValueError(
+                f"strategy.powersgd_start_step={self.powersgd_start_step} must be at least 2: buckets are still sorted "
+                "in the first step."
+            )
+        if self.replica_check is not None and self.replica_check < 1:
+            raise ValueError(f"strategy.replica_check={self.replica_check} must be at least 1 step, or null for never.")
 
     @hookimpl
     def mesh_axes(self) -> Mapping[str, int | None]:
@@ -54,53 +87,110 @@ class DDP:
             needs=frozenset({"data_sharding"}),
             gives=frozenset({"data_parallel"}),
             why={"data_sharding": "ranks would train on the same samples"},
+            variants=("reduction=overlap",),
         )
 
     @hookimpl
     def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
-        """Settings of the wrapper can't be had where the composable form stands in for it."""
-        if not _composed(plan):
-            return []
-        other = " and ".join(axis for axis in ("tp", "pp") if getattr(plan.mesh, axis) > 1)
+        """Settings that nothing reads, or that can't be had together."""
+        problems = []
         defaults = DDP()
-        return [
-            Problem(
-                f"strategy.{name}={getattr(self, name)}",
-                f"only torch's DDP wrapper has it, and that doesn't work with {other}",
-                f"strategy.{name}={getattr(defaults, name)}".replace("None", "null"),
-            )
-            for name in ("find_unused_parameters", "static_graph", "bucket_cap_mb")
-            if getattr(self, name) != getattr(defaults, name)
-        ]
+        if self._own_reduction(plan):
+            axes = [axis for axis in ("tp", "pp") if getattr(plan.mesh, axis) > 1]
+            other = " and ".join(axes) or "strategy.reduction=overlap"
+            problems += [
+                Problem(
+                    f"strategy.{name}={str(getattr(self, name)).lower()}",
+                    f"only torch's DDP wrapper has it, and that doesn't work with {other}",
+                    f"strategy.{name}={str(getattr(defaults, name)).lower()}",
+                )
+                for name in ("gradient_as_bucket_view", "static_graph")
+                if getattr(self, name) != getattr(defaults, name)
+            ]
+            if self.hook == "powersgd":
+                reason = f"PowerSGD works on the buckets of torch's DDP wrapper, which doesn't work with {other}"
+                fix = "strategy.hook=bf16" if axes else "strategy.reduction=bucketed or strategy.hook=bf16"
+                problems.append(Problem("strategy.hook=powersgd", reason, fix))
+        if self.hook == "powersgd" and plan.chosen("precision") == "fp16-mixed":
+            reason = "an overflow, by which the loss scale is found, would stay in PowerSGD's memory of errors for good"
+            problems.append(Problem("strategy.hook=powersgd", reason, "precision=bf16-mixed or strategy.hook=fp16"))
+        problems += [
+            Problem(f"strategy.{name}={getattr(self, name)}", "only strategy.hook=powersgd reads it",
+                    f"strategy.hook=powersgd or strategy.{name}={getattr(defaults, name)}")
+            for name in ("powersgd_rank", "powersgd_start_step")
+            if self.hook != "powersgd" and getattr(self, name) != getattr(defaults, name)
+        ]  # fmt: skip
+        if self.replica_check and plan.mesh.dp_replicate == 1:
+            reason = "there is one copy, with nothing to hold it against"
+            problems.append(Problem(f"strategy.replica_check={self.replica_check}", reason, "strategy.size=2"))
+        return problems
+
+    @hookimpl
+    def make_callbacks(self, plan: RunPlan) -> Sequence[Any]:
+        """The replica check, where it is on."""
+        if not self.replica_check:
+            return []
+        from framework_plugins.strategy.replica_check import ReplicaCheck
+
+        return [ReplicaCheck(self.replica_check)]
 
     @hookimpl
     def apply_data_parallel(self, part: ModelPart, mesh: Mesh, plan: RunPlan) -> None:
-        """Wrap the model, or replicate each block and then the rest."""
-        if _composed(plan):
-            from framework.adapters.torch_private import replicate
+        """Wrap the model, or have its gradients reduced without a wrapper."""
+        if not any(parameter.requires_grad for parameter in part.parameters()):
+            return  # torch refuses; there is nothing to reduce
+        if self._own_reduction(plan):
+            self._reduce(part, mesh, plan)
+        else:
+            self._wrap(part, mesh)
 
-            for block_or_root in (*part.blocks.values(), part.module):
-                replicate(block_or_root, mesh["dp_replicate"], part.foreign)
-            return
+    def _own_reduction(self, plan: RunPlan) -> bool:
+        return self.reduction == "overlap" or plan.mesh.tp > 1 or plan.mesh.pp > 1
+
+    def _reduce(self, part: ModelPart, mesh: Mesh, plan: RunPlan) -> None:
+        from framework_plugins.strategy.compression import WIRE
+        from framework_plugins.strategy.reduction import GradientReduction
+
+        mine = set(part.parameters())
+        whole = BUCKET_MB if self.reduction == "bucketed" else 0.0
+        pipeline = part.stages > 1
+        # In a pipeline a gradient is final after the last micro-batch, if it isn't added to those of earlier
+        # micro-steps later; where a rank runs several stages their buckets have no common order.
+        early = not pipeline or (plan.batch.accumulation == 1 and part.stages == mesh.size("pp"))
+        part.reduction = GradientReduction(
+            {name: parameter for name, parameter in part.root.named_parameters() if parameter in mine},
+            mesh.group("dp_replicate"),
+            bucket_bytes=int((self.bucket_cap_mb or whole) * 2**20),
+            wire_dtype=WIRE[self.hook],
+            backwards=plan.batch.microbatches if pipeline else 1,
+            early=early,
+            own_gradients=not pipeline,
+            find_unused=self.find_unused_parameters,
+            buffers_of=part.owned.values() if self.broadcast_buffers else (),
+        )
+
+    def _wrap(self, part: ModelPart, mesh: Mesh) -> None:
         import inspect
 
         from torch.nn.parallel import DistributedDataParallel
 
-        if not any(parameter.requires_grad for parameter in part.parameters()):
-            return  # torch refuses; there is nothing to reduce
+        from framework_plugins.strategy.compression import WIRE, powersgd, rounding
+
         settings: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
         # torch 2.13 has a new name for it, and warns of the old one
         new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         settings["forward_sync_buffers" if new else "broadcast_buffers"] = self.broadcast_buffers
-        part.module = DistributedDataParallel(
+        group = mesh.group("dp_replicate")
+        wrapped = part.module = DistributedDataParallel(
             part.module,
-            process_group=mesh.group("dp_replicate"),
+            process_group=group,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
             **settings,
         )
-
-
-def _composed(plan: RunPlan) -> bool:
-    return plan.mesh.tp > 1 or plan.mesh.pp > 1
+        wire = WIRE.get(self.hook)
+        if self.hook == "powersgd":
+            wrapped.register_comm_hook(*powersgd(group, self.powersgd_rank, self.powersgd_start_step))
+        elif wire is not None:
+            wrapped.register_comm_hook(group, rounding(wire))

@@ -5,11 +5,11 @@ Zhao et al., PyTorch FSDP (2023); Rajbhandari et al., ZeRO (2020), stage 3 (`ful
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from framework import Requirements, RunPlan, hookimpl
+from framework import Problem, Requirements, RunPlan, hookimpl
 
 if TYPE_CHECKING:
     from framework.mesh import Mesh
@@ -30,18 +30,27 @@ class FSDP:
         replicas: number of sharded copies (hybrid sharding): gradients are also averaged over the copies.
         size: ranks that one copy is sharded over; null = what `devices` leaves.
         cpu_offload: parameters, gradients and optimizer state live in host memory.
+        find_unused_parameters: ranks may use different parameters, or leave some out. Everything is then one unit,
+            gathered when the forward starts and reduced when the backward ends, since ranks that run different blocks
+            have no common order to gather them in: a step needs the memory of whole parameters and gradients.
+        replica_check: every how many optimizer steps the copies of hybrid sharding are held against one another;
+            null = never.
     """
 
     sharding: str = "full_shard"
     replicas: int = 1
     size: int | None = None
     cpu_offload: bool = False
+    find_unused_parameters: bool = False
+    replica_check: int | None = None
 
     def __post_init__(self) -> None:
         if self.sharding not in SHARDINGS:
             raise ValueError(f"strategy.sharding={self.sharding} is unknown; choose {' or '.join(SHARDINGS)}.")
         if self.replicas < 1:
             raise ValueError(f"strategy.replicas={self.replicas} must be at least 1.")
+        if self.replica_check is not None and self.replica_check < 1:
+            raise ValueError(f"strategy.replica_check={self.replica_check} must be at least 1 step, or null for never.")
 
     @hookimpl
     def mesh_axes(self) -> Mapping[str, int | None]:
@@ -51,7 +60,7 @@ class FSDP:
     @hookimpl
     def requirements(self) -> Requirements:
         """Gives data parallelism and sharded parameters; needs a sampler that shards."""
-        frees = {"frees_blocks"} if self.sharding == "full_shard" else set()
+        frees = {"frees_blocks"} if self.sharding == "full_shard" and not self.find_unused_parameters else set()
         offloads = {"offloads_parameters"} if self.cpu_offload else set()
         return Requirements(
             needs=frozenset({"data_sharding"}),
@@ -59,6 +68,23 @@ class FSDP:
             why={"data_sharding": "ranks would train on the same samples"},
             variants=("sharding=shard_grad_op", "replicas=2"),
         )
+
+    @hookimpl
+    def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
+        """A check of copies needs two of them."""
+        if not self.replica_check or self.replicas > 1:
+            return []
+        reason = "there is one sharded copy, with nothing to hold it against"
+        return [Problem(f"strategy.replica_check={self.replica_check}", reason, "strategy.replicas=2")]
+
+    @hookimpl
+    def make_callbacks(self, plan: RunPlan) -> Sequence[Any]:
+        """The replica check, where it is on."""
+        if not self.replica_check:
+            return []
+        from framework_plugins.strategy.replica_check import ReplicaCheck
+
+        return [ReplicaCheck(self.replica_check)]
 
     @hookimpl
     def apply_data_parallel(self, part: ModelPart, mesh: Mesh, plan: RunPlan) -> None:
@@ -72,9 +98,13 @@ class FSDP:
             fully_shard,
         )
 
+        from framework_plugins.strategy.unused import UnitsAgree, UnusedParameters
+
         axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else "dp_shard"
         on_gpu = plan.accelerator == "cuda"
-        for block_or_root in (*part.blocks.values(), part.module):
+        blocks = {} if self.find_unused_parameters else part.blocks
+        units = {**blocks, "the rest of the model": part.module}
+        for block_or_root in units.values():
             fully_shard(
                 block_or_root,
                 mesh=mesh[axes],
@@ -92,6 +122,12 @@ class FSDP:
                 ignored_params=part.foreign,
             )
         assert isinstance(part.module, FSDPModule)
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        if self.find_unused_parameters:
+            groups = [mesh.group(axis) for axis in ("dp_shard", "dp_replicate")]
+            part.reduction = UnusedParameters(part, groups, device)
+        else:
+            part.reduction = UnitsAgree(part, units, mesh.group("dp_shard"), device)
 
 
 def _lowest(part: ModelPart) -> object:
