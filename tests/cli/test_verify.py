@@ -41,6 +41,14 @@ def test_a_typed_mix_is_held_against_one_process(capsys):
     assert lines[-1] == "2 equal; 1 hash of initial weights"
 
 
+def test_a_mix_without_fp64_is_verified_in_fp32(capsys):
+    assert cli.main(["verify", "strategy=deepspeed", "strategy.stage=1", *SMALL, "--steps", "2"]) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [["equal", "1"], ["equal", "2"]]
+    assert lines[1].endswith("strategy=deepspeed strategy.stage=1 (in fp32)")
+    assert lines[-1] == "2 equal; 1 hash of initial weights"
+
+
 def test_many_mixes_as_json(capsys):
     words = ["verify", "--mixes=*pp=gpipe", "--ranks", "2", "--json", "--steps", "2", *SMALL]
     assert cli.main(words) == EXIT_OK

@@ -151,8 +151,7 @@ class OneRankOnly(Mlp):
         return y + self.extra(x) if torch.distributed.get_rank() == 0 else y
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_parameter_without_gradient_is_named(pool: Any, stage: int) -> None:
+def test_a_parameter_without_gradient_is_named(pool: Any) -> None:
     """DeepSpeed itself aborts the process, or adds gradients of different parameters of one size (P23)."""
     with pytest.raises(RanksError, match=r"extra\.weight, extra\.bias got no gradient on rank 1"):
-        pool.run(fit, 2, zero(stage, micro_batch_size=4), OneRankOnly, regression(samples=24), process_group=False)
+        pool.run(fit, 2, zero(3, micro_batch_size=4), OneRankOnly, regression(samples=24), process_group=False)
