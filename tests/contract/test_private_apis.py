@@ -150,6 +150,37 @@ def test_a_selectively_checkpointed_region_hands_out_its_outputs_again() -> None
         twice(False)
 
 
+def test_units_of_fsdp_can_be_watched() -> None:
+    """`watch_unit` wraps two methods of FSDP2's parameter group, and reads which of its parameters have a gradient."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    from framework.adapters.torch_private import watch_unit
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2, bias=False)
+        model.other = nn.Linear(2, 2, bias=False)
+        fully_shard(model)
+        seen: list[object] = []
+        watch_unit(
+            model,
+            lambda: seen.append("forward"),
+            lambda held: seen.append([(one.owner, one.key, one.parameter, one.has_gradient) for one in held]),
+        )
+        model(torch.ones(1, 2)).sum().backward()
+        assert seen[0] == "forward"
+        (held,) = seen[1:]
+        assert {(one.owner, one.key, one.parameter, one.has_gradient) for one in held} == {  # type: ignore[attr-defined]
+            (model, "weight", model.weight, True),
+            (model.other, "weight", model.other.weight, False),
+        }
+    finally:
+        dist.destroy_process_group()
+
+
 def test_parameters_can_be_swapped_for_any_tensor() -> None:
     import torch
     from torch import nn
