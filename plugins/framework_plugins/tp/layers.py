@@ -89,7 +89,9 @@ class LayerParallel:
         if refused:
             return refused
         if found is not None:
-            log.info("tp=%s: plan found by tracing: %s", self.option, found.words)
+            log.info(
+                "tp=%s: plan found by tracing: %s; left whole: %s", self.option, found.words, found.whole or "none"
+            )
         return problems(
             model,
             self.words(model),

@@ -188,7 +188,7 @@ def _divided(twin: nn.Module, defaults: dict[str, Any], reading: Reading, column
 
 
 def _vocabulary(model: nn.Module, blocks: Mapping[str, nn.Module], words: Mapping[str, str]) -> dict[str, str]:
-    """Return words for embeddings outside blocks, and for linear layers back to one of their vocabularies."""
+    """Return words for embeddings outside blocks, and for linear layers back to the largest of them."""
     outside = {
         name: module
         for name, module in model.named_modules()
@@ -200,8 +200,13 @@ def _vocabulary(model: nn.Module, blocks: Mapping[str, nn.Module], words: Mappin
         if type(module) is nn.Embedding
         and not (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
     }
-    sizes = {table.num_embeddings for table in tables.values()}
-    heads = [name for name, module in outside.items() if type(module) is nn.Linear and module.out_features in sizes]
+    vocabulary = max((table.num_embeddings for table in tables.values()), default=None)
+    weights = {table.weight for table in tables.values()}
+    heads = [
+        name
+        for name, module in outside.items()
+        if type(module) is nn.Linear and (module.out_features == vocabulary or module.weight in weights)
+    ]
     return dict.fromkeys(tables, "embedding") | dict.fromkeys(heads, "head")
 
 
