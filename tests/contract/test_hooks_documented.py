@@ -65,7 +65,8 @@ def test_verb_tells_how_it_is_called(name: str) -> None:
 ARGUMENTS = {
     1: {
         "config_roots": "", "config_groups": "", "add_hookspecs": "manager", "commands": "", "mesh_axes": "",
-        "requirements": "", "check_plan": "plan", "check_model": "plan model", "split_dims": "plan model",
+        "requirements": "", "check_plan": "plan", "check_model": "plan model", "plan_notes": "plan",
+        "split_dims": "plan model",
         "process_env": "plan", "make_launcher": "plan", "make_restart_policy": "plan",
         "on_worker_failure": "plan failure attempt", "newest_complete": "plan", "on_run_end": "plan error",
         "on_worker_start": "plan rank", "make_precision": "plan", "make_checkpoint_io": "plan", "make_strategy": "plan",
