@@ -28,6 +28,8 @@ class ModelPart:
         stages: number of stages in all.
         view: inside it `root` looks as this part sees it; entered around surgery on the part.
         contexts: entered by the strategy around each step's forward and backward (`loss_parallel`, say).
+        cuts: what the strategy does to each batch before its step (context parallelism cuts sequences).
+        first: whether this is the first of this rank's parts: what acts once a rank is put here.
     """
 
     root: LightningModule
@@ -39,6 +41,8 @@ class ModelPart:
     stages: int = 1
     view: AbstractContextManager[None] = field(default_factory=nullcontext)
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    cuts: list[Callable[[Any], Any]] = field(default_factory=list)
+    first: bool = True
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield each owned parameter once."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -66,7 +67,8 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
     """Backward of `loss` inside gives every leaf a zero gradient of the right shape, whatever the graph computes.
 
     Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions.
-    The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper.
+    The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper. Functions written
+    in Python get zeros as well: they may send gradients to other ranks (context parallelism), whose own are valid.
     """
     handles = []
     seen: set[Any] = set()
@@ -76,7 +78,7 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
+        if type(node).__name__ == "AccumulateGrad" or isinstance(node, BackwardCFunction):
             handles.append(node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients)))
         todo += [following for following, _ in node.next_functions]
     try:
@@ -138,6 +140,16 @@ def swapped_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Gene
         yield
     finally:
         module._parameters.update(before)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward: a forward is then a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the 1-D mesh over all ranks of `mesh`, known to its root by a name of its own; collective."""
+    return mesh._flatten()
 
 
 def forget_meshes() -> None:

@@ -19,6 +19,8 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
         "tp.loss_parallel=true",
         "tp.sequence_parallel=true tp.loss_parallel=true",
     ),
+    "cp=ring": ("", "cp.balance=none"),
+    "cp=allgather": ("", "cp.balance=none"),
 }
 """Settings of an option that make it another mix; an option that isn't here has one."""
 

@@ -96,6 +96,7 @@ def test_attributes_that_the_adapters_reach_for() -> None:
     import torch
     from torch import nn
     from torch.distributed import distributed_c10d
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import _redistribute
 
     assert isinstance(nn.Linear(1, 1)._parameters, dict)
@@ -103,6 +104,8 @@ def test_attributes_that_the_adapters_reach_for() -> None:
     assert not nn.Linear(1, 1)._forward_pre_hooks
     assert hasattr(distributed_c10d, "default_pg_timeout"), "new_group reads it: the one time limit of all groups"
     assert hasattr(distributed_c10d._world, "pg_map"), "list of all groups, for the check of their time limits"
+    assert torch._C._current_graph_task_id() == -1
+    assert callable(DeviceMesh._flatten)
     assert callable(_redistribute._gen_transform_infos.cache_clear)
     assert callable(_redistribute.clear_redistribute_planner_cache)
     leaf = torch.ones(1, requires_grad=True)

@@ -52,7 +52,7 @@ class DDP:
         """Gives data parallelism; needs a sampler that shards."""
         return Requirements(
             needs=frozenset({"data_sharding"}),
-            gives=frozenset({"data_parallel"}),
+            gives=frozenset({"data_parallel", "reduces_over_context"}),
             why={"data_sharding": "ranks would train on the same samples"},
         )
 
@@ -80,7 +80,7 @@ class DDP:
             from framework.adapters.torch_private import replicate
 
             for block_or_root in (*part.blocks.values(), part.module):
-                replicate(block_or_root, mesh["dp_replicate"], part.foreign)
+                replicate(block_or_root, mesh.reducing("dp_replicate"), part.foreign)
             return
         import inspect
 
@@ -94,7 +94,7 @@ class DDP:
         settings["forward_sync_buffers" if new else "broadcast_buffers"] = self.broadcast_buffers
         part.module = DistributedDataParallel(
             part.module,
-            process_group=mesh.group("dp_replicate"),
+            process_group=mesh.reducing("dp_replicate").get_group(),
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,

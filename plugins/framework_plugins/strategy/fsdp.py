@@ -55,7 +55,7 @@ class FSDP:
         offloads = {"offloads_parameters"} if self.cpu_offload else set()
         return Requirements(
             needs=frozenset({"data_sharding"}),
-            gives=frozenset({"data_parallel", "shards_parameters", *frees, *offloads}),
+            gives=frozenset({"data_parallel", "reduces_over_context", "shards_parameters", *frees, *offloads}),
             why={"data_sharding": "ranks would train on the same samples"},
         )
 
@@ -76,12 +76,12 @@ class FSDP:
             fully_shard,
         )
 
-        axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else "dp_shard"
+        axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
         on_gpu = plan.accelerator == "cuda"
         for block_or_root in (*part.blocks.values(), part.module):
             fully_shard(
                 block_or_root,
-                mesh=mesh[axes],
+                mesh=mesh.reducing(*axes),
                 # A pipeline runs several forwards before a backward: resharding in between drops zero-bubble gradients.
                 # The root's own parameters stay too: a step method may use them after it called the module.
                 reshard_after_forward=(
