@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,25 +66,36 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
     """Backward of `loss` inside gives every leaf a zero gradient of the right shape, whatever the graph computes.
 
     Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions.
-    The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper. Functions written
-    in Python get zeros as well: they may send gradients to other ranks (context parallelism), whose own are valid.
+    The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper.
+
+    A function with an attribute `exchanges` sends gradients to other ranks and gets theirs, of losses that are valid.
+    So where the graph has any, zeros are put in at all nodes that no such function leads to, and nowhere else.
     """
-    handles = []
-    seen: set[Any] = set()
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad" or isinstance(node, BackwardCFunction):
-            handles.append(node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients)))
-        todo += [following for following, _ in node.next_functions]
+    nodes = _reached([loss.grad_fn])
+    exchanges = [node for node in nodes if getattr(getattr(type(node), "_forward_cls", None), "exchanges", False)]
+    if exchanges:
+        others = _reached([following for node in exchanges for following, _ in node.next_functions])
+        own = nodes - others
+    else:
+        own = {node for node in nodes if type(node).__name__ == "AccumulateGrad"}
+    handles = [node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients)) for node in own]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _reached(start: list[Any]) -> set[Any]:
+    """Return the nodes of an autograd graph that gradients flow through from those of `start`, themselves included."""
+    seen: set[Any] = set()
+    todo = list(start)
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return seen
 
 
 def _zeros(gradient: Tensor | None) -> Tensor | None:

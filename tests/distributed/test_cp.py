@@ -20,7 +20,9 @@ from framework.plan import RunPlan
 from framework.trainer import Trainer
 from framework.verify.reference import Bounds, Result, disagreements, global_norm, train
 
-OPTIONS = ["cp=ring cp.balance=none", "cp=allgather cp.balance=none", "cp=ulysses"]
+FRONT, END = slice(0, SEQUENCE // 2), slice(3 * SEQUENCE // 4, SEQUENCE)
+OPTIONS = [("cp=ring", END), ("cp=allgather cp.balance=none", END), ("cp=ulysses", FRONT)]
+"""And which targets count: one of two ranks has none of them."""
 
 
 class ByHand(SmallGpt):
@@ -38,29 +40,28 @@ def by_hand() -> ByHand:
         return ByHand(**SHAPE)
 
 
-def front_only() -> Rows:
-    """Samples of which only the first half counts."""
+def only(counted: slice) -> Rows:
+    """Samples of which only these targets count."""
     columns = samples().columns
-    targets = columns["targets"].clone()
-    targets[:, SEQUENCE // 2 :] = -100
+    targets = torch.full_like(columns["targets"], -100)
+    targets[:, counted] = columns["inputs"][:, counted].flip(1)
     return Rows(inputs=columns["inputs"], targets=targets)
 
 
-def outcome(plan: RunPlan) -> tuple[Result, dict[str, Tensor]]:
-    seen = fit(plan, by_hand, front_only())
+def outcome(plan: RunPlan, counted: slice) -> tuple[Result, dict[str, Tensor]]:
+    seen = fit(plan, by_hand, only(counted))
     updates = {name: seen.final[name] - start for name, start in seen.initial.items()}
     norms = [global_norm(step.values()) for step in seen.gradients]
     return Result(seen.losses, norms, seen.gradients[0], updates), seen.initial
 
 
-@pytest.mark.parametrize("words", OPTIONS)
-def test_a_piece_without_a_valid_target_counts_nothing_on_any_rank(pool: Any, words: str) -> None:
-    """Its gradients are no numbers, and would reach the other ranks through the keys and values."""
-    outcomes = pool.run(outcome, 2, plan_of(Mix("", 2, words)), process_group=False, timeout=90)
+@pytest.mark.parametrize(("words", "counted"), OPTIONS)
+def test_a_piece_without_a_valid_target_counts_nothing_but_is_seen(pool: Any, words: str, counted: slice) -> None:
+    """The gradients of its loss are no numbers; those of its keys and values, of other ranks' losses, are."""
+    outcomes = pool.run(outcome, 2, plan_of(Mix("", 2, words)), counted, process_group=False, timeout=90)
     model = ByHand(**SHAPE).double()
     model.load_state_dict(outcomes[0][1])
-    columns = front_only().columns.values()
-    pieces = zip(*(column.split(GLOBAL_BATCH) for column in columns), strict=True)
+    pieces = zip(*(column.split(GLOBAL_BATCH) for column in only(counted).columns.values()), strict=True)
     steps = [[{"inputs": inputs, "targets": targets}] for inputs, targets in pieces]
 
     def loss_of(module: Any, batch: Any) -> tuple[Tensor, float]:

@@ -132,7 +132,8 @@ class SplitAttention(TorchFunctionMode):
 
         A schedule that splits the backward calls `torch.autograd.grad`, inside which the mode is off.
         """
-        mode, inner = self, block.forward
+        mode = self
+        inner: Any = block.forward
         # a bound method is taken apart and rebound, else a deep copy of the block would run the original's weights
         bound = isinstance(inner, MethodType) and inner.__self__ is block
         run: Any = inner.__func__ if bound else lambda _, *args, **kwargs: inner(*args, **kwargs)
@@ -147,7 +148,7 @@ class SplitAttention(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         """After the first step that learns: a model which ignores its positions, or attends unseen, is wrong."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._checked or error[0] is not None or not torch.is_grad_enabled() or in_backward():
             return
         self._checked = True

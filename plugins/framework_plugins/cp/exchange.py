@@ -18,6 +18,8 @@ from framework_plugins.cp.ulysses import shareable
 class Gather(torch.autograd.Function):
     """[...] on each of n ranks -> [n, ...] on all; the gradient of a piece is the sum of those of all ranks."""
 
+    exchanges = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Gather."""
@@ -25,10 +27,10 @@ class Gather(torch.autograd.Function):
         ranks = dist.get_world_size(group)
         whole = x.new_empty(ranks * x.shape[0], *x.shape[1:])
         dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-        return whole.unflatten(0, (ranks, -1))
+        return whole.view(ranks, *x.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Sum and scatter."""
         mine = gradient.new_empty(gradient.shape[1:])
@@ -39,6 +41,8 @@ class Gather(torch.autograd.Function):
 class Trade(torch.autograd.Function):
     """[n, ...]: block s goes to rank s, and block s of the result came from rank s; its own transpose."""
 
+    exchanges = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Exchange."""
@@ -46,7 +50,7 @@ class Trade(torch.autograd.Function):
         return _traded(x, group)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Send the gradients back."""
         return _traded(gradient, ctx.group), None
@@ -70,12 +74,13 @@ class GatheredAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
         """As `framework_plugins.cp.attention.Attend`."""
-        both = Gather.apply(torch.cat((key, value), -1), self.group)
+        both = Gather.apply(torch.cat((key, value), -1), self.group)  # type: ignore[no-untyped-call]
         whole = self.pieces.whole(list(both), -2)
         found = []
         for piece, mine in zip(self.pieces.mine, query.chunk(len(self.pieces.mine), -2), strict=True):
             tokens = mine.shape[-2]
-            keys, values = whole[..., : (piece + 1) * tokens, :].split((key.shape[-1], value.shape[-1]), -1)
+            past = whole[..., : (piece + 1) * tokens, :]
+            keys, values = torch.split(past, [key.shape[-1], value.shape[-1]], -1)
             mask = torch.ones(tokens, keys.shape[-2], dtype=torch.bool, device=query.device).tril(piece * tokens)
             found.append(
                 F.scaled_dot_product_attention(
@@ -113,10 +118,15 @@ class HeadsAttention:
         found = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-        pieces = found.unflatten(2, (ranks, -1)).movedim(2, 0)  # [ranks, samples, heads of this rank, tokens, size]
-        return Trade.apply(pieces, self.group).movedim(0, 1).flatten(1, 2)
+        samples, mine, _, size = found.shape
+        pieces = found.reshape(samples, mine, ranks, -1, size).movedim(2, 0)  # to [ranks, samples, heads, tokens, size]
+        return self._trade(pieces).movedim(0, 1).flatten(1, 2)
 
     def _whole(self, x: Tensor) -> Tensor:
         """[samples, heads, tokens of a rank, size] -> [samples, heads of a rank, tokens, size]."""
-        blocks = x.unflatten(1, (self.pieces.ranks, -1)).movedim(1, 0)
-        return Trade.apply(blocks, self.group).movedim(0, 2).flatten(2, 3)
+        blocks = x.reshape(x.shape[0], self.pieces.ranks, -1, *x.shape[2:]).movedim(1, 0)
+        return self._trade(blocks).movedim(0, 2).flatten(2, 3)
+
+    def _trade(self, blocks: Tensor) -> Tensor:
+        result: Tensor = Trade.apply(blocks, self.group)  # type: ignore[no-untyped-call]
+        return result

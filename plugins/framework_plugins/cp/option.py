@@ -54,11 +54,14 @@ class ContextParallel:
 
     @hookimpl
     def requirements(self) -> Requirements:
-        """A compiled block would bake in the attention of whole sequences."""
+        """Refuses what isn't proven together with it."""
         return Requirements(
             gives=frozenset({"context_parallel"}),
-            excludes=frozenset({"compile"}),
-            why={"compile": "attention is replaced while the model runs, which a compiled block may not see"},
+            excludes=frozenset({"compile", "ep"}),
+            why={
+                "compile": "attention is replaced while the model runs, which a compiled block may not see",
+                "ep": "tokens of one sequence would meet experts of other ranks' pieces, which nothing here has proven",
+            },
         )
 
     @hookimpl

@@ -37,11 +37,13 @@ class RingAttention:
                 "set attention's dropout to 0, or type cp=ulysses."
             )
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        result: Tensor = _Ring.apply(query, key, value, scale, self.pieces, self.group)
+        result: Tensor = _Ring.apply(query, key, value, scale, self.pieces, self.group)  # type: ignore[no-untyped-call]
         return result
 
 
 class _Ring(torch.autograd.Function):
+    exchanges = True
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, pieces: Pieces, group: dist.ProcessGroup
@@ -65,7 +67,7 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, result, total = ctx.saved_tensors
         pieces, scale, heads, size = ctx.pieces, ctx.scale, key.shape[1], key.shape[-1]
@@ -97,7 +99,7 @@ class _Ring(torch.autograd.Function):
                 both = both if arriving is None else arriving()
             assert homing is not None
             d_both = homing()
-        d_key, d_value = d_both.to(key.dtype).split((size, value.shape[-1]), -1)
+        d_key, d_value = torch.split(d_both.to(key.dtype), [size, value.shape[-1]], -1)
         return torch.cat(d_query, -2).flatten(1, 2).to(query.dtype), d_key, d_value, None, None, None
 
 
@@ -109,7 +111,7 @@ def merge(out: Tensor, total: Tensor, more: Tensor, block: Tensor) -> tuple[Tens
 
 def _grouped(x: Tensor, kv_heads: int, pieces: Pieces) -> list[Tensor]:
     """[samples, heads, tokens, size] -> [samples, heads of keys, queries of each, tokens, size] of each piece."""
-    return list(x.unflatten(1, (kv_heads, -1)).chunk(len(pieces.mine), -2))
+    return list(x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).chunk(len(pieces.mine), -2))
 
 
 def _blocks(both: Tensor, size: int, pieces: Pieces, step: int) -> Iterator[tuple[int, Tensor, Tensor, bool]]:
