@@ -105,11 +105,12 @@ def _shown(count: int, most: int) -> list[int | None]:
 def _axes(plan: RunPlan) -> Table:
     """Say what ranks along each axis have in common and what not."""
     mesh = plan.mesh
+    shards = mesh.dp_shard * mesh.cp
     told = {
         "pp": "a stage each: its own blocks of the model; the same samples",
         "dp_replicate": "a copy each; its own samples (dN: share N of each batch)",
-        "dp_shard": f"1/{mesh.dp_shard} of each parameter, gradient and optimizer state each; its own samples (dN)",
-        "cp": "a piece of each sequence each",
+        "dp_shard": f"1/{shards} of each parameter, gradient and optimizer state each; its own samples (dN)",
+        "cp": "a piece of each sequence each; the same samples",
         "tp": "a slice of each split layer each; the same samples",
     }
     table = _grid({"style": "bold", "no_wrap": True}, {}, header=False)
@@ -294,21 +295,28 @@ def collectives(plan: RunPlan, model: LightningModule) -> Iterator[tuple[str, st
         yield "pp", "send activations to the next stage, their gradients back", micros, None
     if mesh.tp > 1:
         yield "tp", "reduce or gather activations of each split layer", micros, None
-    if mesh.dp_shard > 1 and "shards_parameters" in words:
+    if mesh.cp > 1:
+        yield "cp", "exchange keys and values, or heads, in each attention", micros, None
+    sharded, over = "shards_parameters" in words, " x cp" if mesh.cp > 1 else ""
+    shards, copies = (
+        (mesh.dp_shard * mesh.cp, mesh.dp_replicate) if sharded else (mesh.dp_shard, mesh.dp_replicate * mesh.cp)
+    )
+    if sharded and shards > 1:
         # Gathered for the forward, and again for the backward: all, or what lies outside of blocks, which FSDP lets go
         # when the module's forward ends, within the step method. A pipeline keeps everything until its last backward.
         again = 0 if mesh.pp > 1 else weights if "frees_blocks" in words else rest
         gathers = rounds * (2 if again == weights else 1)
         # a pipeline reduces after each batch, and so do some engines; else only the last micro-step does
         reductions = rounds if mesh.pp > 1 or "reduces_every_batch" in words else 1
-        yield "dp_shard", "all-gather parameters", gathers, rounds * (weights + again)
-        yield "dp_shard", "reduce-scatter gradients", reductions, trained * reductions
+        yield f"dp_shard{over}", "all-gather parameters", gathers, rounds * (weights + again)
+        yield f"dp_shard{over}", "reduce-scatter gradients", reductions, trained * reductions
     elif mesh.dp_shard > 1:  # optimizer state is sharded, perhaps gradients
         reductions = rounds if "reduces_every_batch" in words else 1
         yield "dp_shard", "reduce-scatter gradients", reductions, trained * reductions
         yield "dp_shard", "all-gather updated parameters", 1, trained
-    if mesh.dp_replicate > 1:
-        yield "dp_replicate", "all-reduce gradients", 1, trained // mesh.dp_shard
+    if copies > 1:
+        where = f"dp_replicate{'' if sharded else over}" if mesh.dp_replicate > 1 else "cp"
+        yield where, "all-reduce gradients", 1, trained // shards
     if mesh.world_size > 1 and "delayed_gradients" not in words:
         yield "all", "agree on loss, weights, metrics: one small all-reduce", rounds, None
         if plan.trainer.get("gradient_clip_val"):

@@ -93,6 +93,12 @@ class Draft:
         if self.result.mesh.data_ranks > 1 and "sampler" not in self.components:
             reason = f"{self.result.mesh.data_ranks} data ranks would all train on the same samples"
             problems.append(Problem("sampler=none", reason, "sampler=consistent"))
+        strategy = needs.get("strategy", Requirements())
+        if self.result.mesh.cp > 1 and "strategy" in self.mix and "reduces_over_context" not in strategy.gives:
+            reason = f"gradients of the {self.result.mesh.cp} pieces of a sequence would not be averaged"
+            problems.append(
+                Problem(f"strategy={self.mix['strategy']}", reason, "strategy=ddp, strategy=fsdp or cp=none")
+            )
         return problems
 
     def _givers(self, words: Set[str]) -> set[str]:

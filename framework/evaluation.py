@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 
+from framework.errors import UsageError
 from framework.metrics import Entry, Layout, Recorder, Totals, add_up
 from framework.window import read_output
 
@@ -26,13 +27,22 @@ class Evaluation:
         recorder: catches its `self.log`.
         contributes: whether this rank's values count.
         device: of the reductions.
+        pieces: whether a rank has pieces of sequences, so that only the module knows how many of its tokens count.
     """
 
-    def __init__(self, module: LightningModule, recorder: Recorder, contributes: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        recorder: Recorder,
+        contributes: bool,
+        device: torch.device,
+        pieces: bool = False,
+    ) -> None:
         self.module = module
         self.recorder = recorder
         self.contributes = contributes
         self.device = device
+        self.pieces = pieces
         self.totals = Totals()
         self.at = (0, 0)
         """Number of the running batch and of its loader; set before each step, since step methods may not take them."""
@@ -51,11 +61,22 @@ class Evaluation:
         pieces = run(method, *args, **kwargs)
         for output, entries, batch in pieces:
             if real and self.contributes:
-                _, weight, _ = read_output(output if isinstance(output, Mapping) else None, batch)
+                _, weight, weighted = read_output(output if isinstance(output, Mapping) else None, batch)
+                if self.pieces and not weighted:
+                    self._check_means(method, entries)
                 named = {self._name(name, entry, loader_index): entry for name, entry in entries.items()}
                 self.totals.add(named, weight)
         outputs = [output for output, _, _ in pieces]
         return outputs[0] if len(outputs) == 1 else outputs or None
+
+    @staticmethod
+    def _check_means(method: str, entries: Mapping[str, Entry]) -> None:
+        means = [name for name, entry in entries.items() if entry.reduction == "mean" and entry.batch_size is None]
+        if means:
+            raise UsageError(
+                f"{method} logged the mean {means[0]} without its weight, and ranks of cp have different numbers of "
+                'tokens that count: return {"weight": tokens}, or log with batch_size=tokens.'
+            )
 
     def _name(self, name: str, entry: Entry, loader_index: int) -> str:
         """Name as Lightning would make it where there are several loaders."""

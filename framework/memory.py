@@ -105,12 +105,13 @@ def bytes_per_rank(plan: RunPlan, model: LightningModule) -> list[RankBytes]:
     result = []
     for rank in range(plan.world_size):
         at = plan.mesh.coordinate(rank)
-        key = (at["pp"], at["dp_shard"], at["tp"])
+        shard = at["dp_shard"] * plan.mesh.cp + at["cp"]  # `Mesh.reducing`
+        key = (at["pp"], shard, at["tp"])
         if key not in known:
             if (at["pp"], at["tp"]) not in stages:
                 stages[at["pp"], at["tp"]] = list(shares(plan, model, rank))
             held = stages[at["pp"], at["tp"]]
-            known[key] = _rank_bytes(plan, held, at["dp_shard"], states, words)
+            known[key] = _rank_bytes(plan, held, shard, states, words)
         result.append(known[key])
     return result
 
@@ -118,7 +119,7 @@ def bytes_per_rank(plan: RunPlan, model: LightningModule) -> list[RankBytes]:
 def given_words(plan: RunPlan) -> frozenset[str]:
     """Return all words that the chosen options give in `requirements`.
 
-    Of these, this module knows `shards_parameters`, `shards_gradients`, `shards_optimizer` (over axis dp_shard; the
+    Of these, this module knows `shards_parameters`, `shards_gradients`, `shards_optimizer` (over dp_shard x cp; the
     first implies the others, the second the third) and `frees_blocks` (whole parameters of a block are let go after its
     forward).
     """
@@ -196,11 +197,11 @@ def _rank_bytes(
     Args:
         plan: the run.
         held: its parameters after pipeline and tensor parallelism.
-        shard: its coordinate on dp_shard.
+        shard: its coordinate on dp_shard, grown by cp.
         states: parameter name -> bytes of optimizer state an element, and a tensor.
         words: what the chosen options give.
     """
-    shards = plan.mesh.dp_shard
+    shards = plan.mesh.dp_shard * plan.mesh.cp
     parameters_cut = shards if "shards_parameters" in words else 1
     gradients_cut = shards if parameters_cut > 1 or "shards_gradients" in words else 1
     optimizer_cut = shards if gradients_cut > 1 or "shards_optimizer" in words else 1

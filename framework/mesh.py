@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from framework.adapters.torch_private import flattened
 from framework.plan import AXES, MeshSpec
 
 
@@ -36,6 +37,23 @@ class Mesh:
         if names not in self._views:
             self._views[names] = self.device_mesh[names if len(names) > 1 else names[0]]
         return self._views[names]
+
+    def reducing(self, *axes: str) -> DeviceMesh:
+        """Return the sub-mesh of data `axes` over which gradients are averaged: the last one grown by cp.
+
+        Ranks that differ on cp have other tokens of the same samples, so their gradients are averaged too, and what is
+        sharded may be spread over them. Collective the first time, where both axes are larger than 1.
+        """
+        *others, last = axes
+        if self.size("cp") == 1:
+            return self[tuple(axes)]
+        if ("reducing", last) not in self._views:
+            self._views["reducing", last] = self["cp"] if self.size(last) == 1 else flattened(self[last, "cp"])
+        grown = self._views["reducing", last]
+        if not others:
+            return grown
+        assert grown.mesh_dim_names is not None
+        return self.device_mesh[(*others, *grown.mesh_dim_names)]
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`."""

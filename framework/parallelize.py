@@ -37,6 +37,8 @@ def parallelize(
     origin = initialize.origin(module)  # before anything replaces parameters: ties (P20), how each is initialised
     meta = any(parameter.is_meta for parameter in module.parameters())
     parts: list[ModelPart] = hook.make_stages(module=module, mesh=mesh, plan=plan) or [whole(module)]
+    for part in parts[1:]:
+        part.first = False
     if not meta:
         module.to(device)
     for part in parts:

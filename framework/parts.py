@@ -48,6 +48,8 @@ class ModelPart:
         initialised: called with each parameter of a module without weights as soon as it has its initial values, for
             engines that shard a parameter only then; None = nothing to do.
         reduction: of the gradients; None where `module` itself does it.
+        cuts: what the strategy does to each batch before its step (context parallelism cuts sequences).
+        first: whether this is the first of this rank's parts: what acts once a rank is put here.
     """
 
     root: LightningModule
@@ -61,6 +63,8 @@ class ModelPart:
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     initialised: Callable[[nn.Parameter], None] | None = None
     reduction: Reduction | None = None
+    cuts: list[Callable[[Any], Any]] = field(default_factory=list)
+    first: bool = True
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield each owned parameter once."""

@@ -32,7 +32,7 @@ from framework.checkpoint import StateKeeper
 from framework.clipping import clip_
 from framework.data import Loaders
 from framework.empty_stage import forget, placeholder
-from framework.errors import RunFailedError
+from framework.errors import RunFailedError, UsageError
 from framework.evaluation import Evaluation, Piece
 from framework.mesh import Mesh
 from framework.parallelize import parallelize
@@ -170,7 +170,7 @@ class MeshStrategy(ParallelStrategy):
         last = self.parts[-1].index == self.parts[-1].stages - 1
         contributes = last and self.mesh.rank("tp") == 0
         self.window = Window(module, self.plan, contributes, self.root_device)
-        self.evaluation = Evaluation(module, self.window.recorder, contributes, self.root_device)
+        self.evaluation = Evaluation(module, self.window.recorder, contributes, self.root_device, self.plan.mesh.cp > 1)
         self.window.recorder.install()
         if self.pipeline is not None:
             self.pipeline.recording = self.window.recorder.recording
@@ -265,6 +265,13 @@ class MeshStrategy(ParallelStrategy):
             return tree_map(lambda leaf: leaf, batch)  # a module may change what it is given, not what the loader keeps
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    def _cut(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a step with this rank's pieces of the batch, which is the first."""
+        for part in self.parts:
+            for cut in part.cuts:
+                args = (cut(args[0]), *args[1:])
+        return args
+
     def _run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a step method of the module so that hooks of its data-parallel wrap fire."""
         module = self._module
@@ -279,6 +286,7 @@ class MeshStrategy(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""
+        args = self._cut(args)
         with self._precision.train_step_context(), self._contexts():
             if not self._module.automatic_optimization:
                 return self._run("training_step", *args, **kwargs)
@@ -369,6 +377,7 @@ class MeshStrategy(ParallelStrategy):
 
     def _evaluate(self, method: str, *args: Any, **kwargs: Any) -> Any:
         assert self.evaluation is not None
+        args = self._cut(args)
         with self._precision.val_step_context(), self._contexts():
             run = self._evaluate_whole if self.pipeline is None else self.pipeline.evaluation_step
             return self.evaluation.step(run, method, self.loaders, *args, **kwargs)
@@ -403,6 +412,8 @@ class MeshStrategy(ParallelStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `predict_step`."""
+        if self.plan.mesh.cp > 1:
+            raise UsageError("predict would return pieces of sequences under context parallelism: type cp=none.")
         with self._precision.predict_step_context(), self._contexts():
             return self._run("predict_step", *args, **kwargs)
 

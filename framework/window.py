@@ -129,7 +129,15 @@ class Window:
         """One all-reduce over the world; applies what it says about stopping and about bad losses, replays metrics.
 
         `totals` must be settled.
+
+        Raises:
+            UsageError: no weight came with the loss of a piece of each sequence.
         """
+        if self.plan.mesh.cp > 1 and self.contributes and loss is not None and not weighted:
+            raise UsageError(
+                "training_step returned a loss without its weight, and ranks of cp have different numbers of tokens "
+                'that count: return {"loss": mean, "weight": tokens}, or type cp=none.'
+            )
         step, metrics = agree(
             loss=loss,
             weight=weight,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor, Shard, _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -69,12 +70,18 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
 
     Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions.
     The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper.
+
+    A function with an attribute `exchanges` sends gradients to other ranks and gets theirs, of losses that are valid.
+    So where the graph has any, zeros are put in at all nodes that no such function leads to, and nowhere else.
     """
-    handles = [
-        node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients))
-        for node in _graph(loss)
-        if type(node).__name__ == "AccumulateGrad"
-    ]
+    nodes = _reached([loss.grad_fn])
+    exchanges = [node for node in nodes if getattr(getattr(type(node), "_forward_cls", None), "exchanges", False)]
+    if exchanges:
+        others = _reached([following for node in exchanges for following, _ in node.next_functions])
+        own = nodes - others
+    else:
+        own = {node for node in nodes if type(node).__name__ == "AccumulateGrad"}
+    handles = [node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients)) for node in own]
     try:
         yield
     finally:
@@ -82,16 +89,16 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
             handle.remove()
 
 
-def _graph(loss: Tensor) -> Iterator[Any]:
-    """Yield each node of the graph that computes `loss`, once."""
+def _reached(start: list[Any]) -> set[Any]:
+    """Return the nodes of an autograd graph that gradients flow through from those of `start`, themselves included."""
     seen: set[Any] = set()
-    todo = [loss.grad_fn]
+    todo = list(start)
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            yield node
             todo += [following for following, _ in node.next_functions]
+    return seen
 
 
 def leaves_of(loss: Tensor) -> set[int] | None:
@@ -100,7 +107,7 @@ def leaves_of(loss: Tensor) -> set[int] | None:
     None: the graph doesn't show it, since a part of it is only built in backward (reentrant checkpointing).
     """
     found = set()
-    for node in _graph(loss):
+    for node in _reached([loss.grad_fn]):
         kind = type(node).__name__
         if kind == "CheckpointFunctionBackward":
             return None
@@ -226,6 +233,16 @@ def schedule_of_actions(
         {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}, format="compute_only"
     )
     return runtime
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward: a forward is then a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the 1-D mesh over all ranks of `mesh`, known to its root by a name of its own; collective."""
+    return mesh._flatten()
 
 
 def forget_meshes() -> None:

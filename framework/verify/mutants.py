@@ -244,6 +244,21 @@ def _own_part_only(original: Any) -> Any:
     return staticmethod(backward)
 
 
+def _places_from_zero(original: Any) -> Any:
+    """Each rank takes its piece of a sequence for the start."""
+
+    def changed(self: Any, batch: Any) -> Any:
+        found = original(self, batch)
+        found["positions"].copy_(torch.arange(self.length).expand_as(found["positions"]))
+        return found
+
+    return changed
+
+
+def _joined_by_rank(original: Any) -> Any:
+    return lambda self, held, dim: torch.cat(held, dim)
+
+
 # -- the list ----------------------------------------------------------------------------------------------------------
 DDP_INIT = "torch.nn.parallel.DistributedDataParallel.__init__"
 SHARD = "torch.distributed.fsdp.fully_shard"
@@ -309,6 +324,15 @@ MUTANTS = (
     Mutant("pp: the norm is that of one stage", f"{PIPE} {CLIP}", {"framework.clipping.dist": _without_collectives}),
     Mutant("pp: parameters are freed between the halves of a split backward",
            "strategy=fsdp pp=zero_bubble pp.microbatches=4", {SHARD: _sharding_with(reshard_after_forward=True)}),
+    Mutant("cp: each rank counts positions from 0", "cp=ring",
+           {"framework_plugins.cp.sequences.BatchCut.__call__": _places_from_zero}),
+    Mutant("cp: gradients aren't reduced over the pieces", "cp=ulysses",
+           {"framework.adapters.torch_private.replicate": _nothing}),
+    Mutant("cp: blocks of the ring are merged without their log-sum-exp", "cp=ring",
+           {"framework_plugins.cp.ring_attention.merge":
+            lambda original: lambda out, total, more, block: (out + more, original(out, total, more, block)[1])}),
+    Mutant("cp: pieces are joined in the order of ranks", "cp=allgather",
+           {"framework_plugins.cp.sequences.Pieces.whole": _joined_by_rank}),
 )  # fmt: skip
 
 

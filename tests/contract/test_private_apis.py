@@ -97,6 +97,7 @@ def test_attributes_that_the_adapters_reach_for() -> None:
     import torch
     from torch import nn
     from torch.distributed import distributed_c10d
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import _redistribute
 
     assert isinstance(nn.Linear(1, 1)._parameters, dict)
@@ -104,6 +105,8 @@ def test_attributes_that_the_adapters_reach_for() -> None:
     assert not nn.Linear(1, 1)._forward_pre_hooks
     assert hasattr(distributed_c10d, "default_pg_timeout"), "new_group reads it: the one time limit of all groups"
     assert hasattr(distributed_c10d._world, "pg_map"), "list of all groups, for the check of their time limits"
+    assert torch._C._current_graph_task_id() == -1
+    assert callable(DeviceMesh._flatten)
     assert callable(_redistribute._gen_transform_infos.cache_clear)
     assert callable(_redistribute.clear_redistribute_planner_cache)
     leaf = torch.ones(1, requires_grad=True)
@@ -127,6 +130,18 @@ def test_a_table_of_actions_is_lowered_by_torch() -> None:
     ]  # fmt: skip
     assert made.stage_index_to_group_rank == {0: 0, 1: 1}
     assert made.scale_grads is False
+
+
+def test_a_function_is_found_by_its_node() -> None:
+    """`zero_leaf_gradients` looks for those that exchange gradients with other ranks."""
+    import torch
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+    assert type(Same.apply(torch.ones(1, requires_grad=True)).grad_fn)._forward_cls is Same  # type: ignore[no-untyped-call]
 
 
 def test_a_selectively_checkpointed_region_hands_out_its_outputs_again() -> None:

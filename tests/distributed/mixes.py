@@ -79,6 +79,9 @@ FP16 = "precision=fp16-mixed precision.init_scale=1024"  # the default scale may
 ACC2 = "trainer.accumulate_grad_batches=2"
 ACC4 = "trainer.accumulate_grad_batches=4"
 COMPILED = "compile=block compile.backend=aot_eager"
+RING = "cp=ring"
+GATHER = "cp=allgather"
+HEADS = "cp=ulysses"
 M4 = "pp.microbatches=4"
 M2 = "pp.microbatches=2"
 
@@ -161,6 +164,22 @@ MIXES = [
     Mix("1f1b2 x megatron2 lp, clip", 4, f"{MEGATRON} tp.loss_parallel=true pp=1f1b {M4} {CLIP}"),
     Mix("zbv2 x ddp2 x tp2, clip", 8, f"strategy=ddp {TP} pp=zbv {M4} {CLIP}"),
     Mix("dualpipev2 x hybrid 2x2", 8, f"{FSDP} strategy.replicas=2 pp=dualpipev {M4}"),
+    # cp
+    Mix("ring2, accumulation", 2, f"{RING} {ACC2}"),
+    Mix("ring4, full AC, clip", 4, f"{RING} cp.size=4 activation=full {CLIP}"),
+    Mix("ring2 unbalanced x ddp2, accumulation", 4, f"strategy=ddp {RING} cp.balance=none {ACC4}"),
+    Mix("ring2 x full_shard2, selective AC, clip", 4, f"{FSDP} {RING} activation=selective {CLIP}"),
+    Mix("ring2 x 1f1b2, full AC", 4, f"pp=1f1b {M2} {RING} activation=full"),
+    Mix("ring2 x full_shard2 x tp2 sp lp, accumulation, clip", 8, f"{FSDP} {RING} {SP_LP} {ACC2} {CLIP}"),
+    Mix(
+        "allgather4 unbalanced, selective AC, clip",
+        4,
+        f"{GATHER} cp.size=4 cp.balance=none activation=selective {CLIP}",
+    ),
+    Mix("allgather2 x hybrid 2x1", 4, f"{FSDP} strategy.replicas=2 strategy.size=1 {GATHER}"),
+    Mix("ulysses4, clip inf", 4, f"{HEADS} cp.size=4 {CLIP_INF}"),
+    Mix("ulysses2 x tp2 sp", 4, f"{HEADS} {SP}"),
+    Mix("ulysses2 x zbv2, accumulation", 4, f"pp=zbv {M4} {HEADS} {ACC2}"),
     # other precisions
     Mix("fp32 single", 1, "precision=fp32"),
     Mix("fp32 gpipe2 x full_shard2, clip", 4, f"precision=fp32 {FSDP} pp=gpipe {M4} {CLIP}"),
@@ -170,6 +189,7 @@ MIXES = [
     Mix("bf16-mixed full_shard2, clip", 2, f"precision=bf16-mixed {FSDP} {CLIP}"),
     Mix("bf16-mixed 1f1b2 x full_shard2, full AC", 4, f"precision=bf16-mixed {FSDP} pp=1f1b {M4} activation=full"),
     Mix("bf16-mixed tp2", 2, f"precision=bf16-mixed {TP}"),
+    Mix("bf16-mixed ring2 x full_shard1", 2, f"precision=bf16-mixed {FSDP} strategy.size=1 {RING}"),
     Mix("bf16-true single", 1, "precision=bf16-true"),
     Mix("bf16-true ddp2", 2, "precision=bf16-true strategy=ddp"),
     Mix("bf16-true full_shard2", 2, f"precision=bf16-true {FSDP}"),

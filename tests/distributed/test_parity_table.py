@@ -11,6 +11,7 @@ OPTIONS = (
     + [f"strategy.sharding={name}" for name in ("shard_grad_op",)]
     + ["strategy.replicas=2", "strategy.cpu_offload=true", "tp=dtensor", "tp=megatron", "compile=block"]
     + ["tp.sequence_parallel=true", "tp.loss_parallel=true", "activation=full", "activation=selective"]
+    + ["cp=ring", "cp=allgather", "cp=ulysses", "cp.balance=none"]
     + [f"pp={name}" for name in ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble", "zbv", "dualpipev"]]
     + [f"precision={name}" for name in ("fp64", "fp32", "bf16-mixed", "bf16-true", "fp16-mixed")]
     + ["trainer.accumulate_grad_batches", "trainer.gradient_clip_val"]
@@ -37,6 +38,14 @@ def test_every_option_stands_in_two_rows():
 
 def test_eight_processes_stand_in_two_rows_and_every_concern_meets_every_other():
     assert sum(mix.ranks == 8 for mix in MIXES) >= 2
-    concerns = ("strategy", "tp", "pp", "activation", "trainer.accumulate_grad_batches", "trainer.gradient_clip_val")
+    concerns = (
+        "strategy",
+        "tp",
+        "pp",
+        "cp",
+        "activation",
+        "trainer.accumulate_grad_batches",
+        "trainer.gradient_clip_val",
+    )
     met = {(a, b) for mix in MIXES for a in concerns for b in concerns if {a, b} <= set(mix.settings)}
     assert {(a, b) for a in concerns for b in concerns} <= met

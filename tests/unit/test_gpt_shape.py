@@ -55,7 +55,7 @@ def test_a_token_sees_only_those_before_it(kv_heads: int) -> None:
 
 
 def test_rotary_positions_depend_on_the_distance_only() -> None:
-    cos, sin = rotation(20, 8, 10000.0, torch.device("cpu"))
+    cos, sin = rotation(torch.arange(20), 8, 10000.0)
     cos, sin = cos.double(), sin.double()
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).expand(
         2, 1, 1, 20, 8
@@ -72,7 +72,7 @@ def test_attention_is_that_of_the_paper() -> None:
     torch.manual_seed(0)
     attention = Attention(16, heads=4, kv_heads=2, dropout=0.0).double()
     x = torch.randn(2, 6, 16, dtype=torch.float64)
-    cos, sin = rotation(6, 4, 10000.0, torch.device("cpu"))
+    cos, sin = rotation(torch.arange(6), 4, 10000.0)
     q, k, v = (w(x).reshape(2, 6, -1, 4) for w in (attention.wq, attention.wk, attention.wv))
     mask = torch.full((6, 6), -math.inf, dtype=torch.float64).triu(1)
     heads = []
@@ -88,7 +88,7 @@ def test_attention_works_on_a_part_of_the_heads() -> None:
     torch.manual_seed(0)
     whole = Attention(16, heads=4, kv_heads=4, dropout=0.0).double()
     x = torch.randn(2, 6, 16, dtype=torch.float64)
-    cos, sin = rotation(6, 4, 10000.0, torch.device("cpu"))
+    cos, sin = rotation(torch.arange(6), 4, 10000.0)
     parts = []
     for half in range(2):
         part = Attention(16, heads=4, kv_heads=4, dropout=0.0).double()

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def rotation(length: int, size: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [length, size / 2] of the rotary angles, fp32: pair i turns theta^(-2i/size) a position.
+def rotation(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [*positions, size / 2] of the rotary angles, fp32: pair i turns theta^(-2i/size) each.
 
     Computed at each forward: it costs next to nothing, and there is no table to keep on the right device and in the
     right precision, or to initialise.
     """
-    rates = theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), rates)
+    rates = theta ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
+    angles = positions[..., None].float() * rates
     return angles.cos(), angles.sin()
 
 
@@ -92,7 +92,8 @@ class Block(nn.Module):
 class GPT(LightningModule):
     """A language model over token ids.
 
-    A batch is `{"inputs": [batch, length], "targets": the same}`, int64; a target of -100 doesn't count.
+    A batch is `{"inputs": [batch, length], "targets": the same}`, int64; a target of -100 doesn't count. An entry
+    `positions`, the same shape, says where in its sequence each token stands; without it a row is a whole sequence.
 
     Args:
         vocab_size: number of token ids; 256 = bytes.
@@ -123,6 +124,9 @@ class GPT(LightningModule):
         "output": "head",
     }
     """Which layer may be split how over tensor-parallel ranks."""
+
+    cp_plan: ClassVar[dict[str, int]] = {"inputs": 1, "targets": 1, "positions": 1}
+    """Which entries of a batch are sequences, along which dim; `positions` is read where it is there."""
 
     def __init__(
         self,
@@ -173,12 +177,16 @@ class GPT(LightningModule):
                 onto_residual = name.endswith(("wo.weight", "w2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.depth) if onto_residual else 0.02)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Map token ids [batch, length] to logits [batch, length, vocab_size]."""
+    def forward(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map token ids [batch, length] to logits [batch, length, vocab_size]; `positions` None = 0, 1, 2, ..."""
         length = inputs.shape[-1]
         if length > self.context:
             raise ValueError(f"A sequence of {length} tokens is longer than context={self.context}.")
-        cos, sin = rotation(length, self.head_size, self.rope_theta, inputs.device)
+        if positions is None:
+            positions = torch.arange(length, device=inputs.device)
+        cos, sin = rotation(positions, self.head_size, self.rope_theta)  # [length, ...] or [batch, length, ...]
+        if cos.ndim == 3:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
         x = self.tokens(inputs)
         for layer in self.layers:
             x = layer(x, cos, sin)
@@ -187,7 +195,7 @@ class GPT(LightningModule):
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean cross entropy in nats over the targets that count, and how many they are."""
-        logits, targets = self(batch["inputs"]), batch["targets"]
+        logits, targets = self(batch["inputs"], batch.get("positions")), batch["targets"]
         if logits.dtype != torch.float64:
             logits = logits.float()
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)

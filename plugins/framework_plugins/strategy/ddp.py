@@ -85,7 +85,7 @@ class DDP:
         """Gives data parallelism; needs a sampler that shards."""
         return Requirements(
             needs=frozenset({"data_sharding"}),
-            gives=frozenset({"data_parallel"}),
+            gives=frozenset({"data_parallel", "reduces_over_context"}),
             why={"data_sharding": "ranks would train on the same samples"},
             variants=("reduction=overlap",),
         )
@@ -159,7 +159,7 @@ class DDP:
         early = not pipeline or (plan.batch.accumulation == 1 and part.stages == mesh.size("pp"))
         part.reduction = GradientReduction(
             {name: parameter for name, parameter in part.root.named_parameters() if parameter in mine},
-            mesh.group("dp_replicate"),
+            mesh.reducing("dp_replicate").get_group(),
             bucket_bytes=int((self.bucket_cap_mb or whole) * 2**20),
             wire_dtype=WIRE[self.hook],
             backwards=plan.batch.microbatches if pipeline else 1,
@@ -180,7 +180,7 @@ class DDP:
         # torch 2.13 has a new name for it, and warns of the old one
         new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         settings["forward_sync_buffers" if new else "broadcast_buffers"] = self.broadcast_buffers
-        group = mesh.group("dp_replicate")
+        group = mesh.reducing("dp_replicate").get_group()
         wrapped = part.module = DistributedDataParallel(
             part.module,
             process_group=group,

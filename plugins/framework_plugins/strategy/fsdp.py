@@ -64,7 +64,7 @@ class FSDP:
         offloads = {"offloads_parameters"} if self.cpu_offload else set()
         return Requirements(
             needs=frozenset({"data_sharding"}),
-            gives=frozenset({"data_parallel", "shards_parameters", *frees, *offloads}),
+            gives=frozenset({"data_parallel", "reduces_over_context", "shards_parameters", *frees, *offloads}),
             why={"data_sharding": "ranks would train on the same samples"},
             variants=("sharding=shard_grad_op", "replicas=2"),
         )
@@ -100,14 +100,14 @@ class FSDP:
 
         from framework_plugins.strategy.unused import UnitsAgree, UnusedParameters
 
-        axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else "dp_shard"
+        axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
         on_gpu = plan.accelerator == "cuda"
         blocks = {} if self.find_unused_parameters else part.blocks
         units = {**blocks, "the rest of the model": part.module}
         for block_or_root in units.values():
             fully_shard(
                 block_or_root,
-                mesh=mesh[axes],
+                mesh=mesh.reducing(*axes),
                 # A pipeline runs several forwards before a backward: resharding in between drops zero-bubble gradients.
                 # The root's own parameters stay too: a step method may use them after it called the module.
                 reshard_after_forward=(
@@ -124,10 +124,10 @@ class FSDP:
         assert isinstance(part.module, FSDPModule)
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         if self.find_unused_parameters:
-            groups = [mesh.group(axis) for axis in ("dp_shard", "dp_replicate")]
+            groups = [mesh.reducing("dp_shard").get_group(), mesh.group("dp_replicate")]
             part.reduction = UnusedParameters(part, groups, device)
         else:
-            part.reduction = UnitsAgree(part, units, mesh.group("dp_shard"), device)
+            part.reduction = UnitsAgree(part, units, mesh.reducing("dp_shard").get_group(), device)
 
 
 def _lowest(part: ModelPart) -> object:
