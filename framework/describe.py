@@ -108,7 +108,8 @@ def _axes(plan: RunPlan) -> Table:
     told = {
         "pp": "a stage each: its own blocks of the model; the same samples",
         "dp_replicate": "a copy each; its own samples (dN: share N of each batch)",
-        "dp_shard": f"1/{mesh.dp_shard} of each parameter, gradient and optimizer state each; its own samples (dN)",
+        "dp_shard": f"1/{mesh.dp_shard} of each parameter, gradient and optimizer state each; its own samples (dN)"
+        + (f"; groups of {mesh.ep} share the experts (ep)" if mesh.ep > 1 else ""),
         "cp": "a piece of each sequence each",
         "tp": "a slice of each split layer each; the same samples",
     }
@@ -286,6 +287,8 @@ def collectives(plan: RunPlan, model: LightningModule) -> Iterator[tuple[str, st
         yield "pp", "send activations to the next stage, their gradients back", micros, None
     if mesh.tp > 1:
         yield "tp", "reduce or gather activations of each split layer", micros, None
+    if mesh.ep > 1:
+        yield "ep", "all-to-all tokens to their experts and back, and their gradients", micros, None
     if mesh.dp_shard > 1 and "shards_parameters" in words:
         # Gathered for the forward, and again for the backward: all, or what lies outside of blocks, which FSDP lets go
         # when the module's forward ends, within the step method. A pipeline keeps everything until its last backward.

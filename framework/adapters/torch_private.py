@@ -66,7 +66,8 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
     """Backward of `loss` inside gives every leaf a zero gradient of the right shape, whatever the graph computes.
 
     Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions.
-    The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper.
+    The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper. So are nodes that
+    send gradients to other ranks, which an autograd function says of itself by `ctx.crosses_ranks = True`.
     """
     handles = []
     seen: set[Any] = set()
@@ -76,7 +77,7 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
+        if type(node).__name__ == "AccumulateGrad" or getattr(node, "crosses_ranks", False):
             handles.append(node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients)))
         todo += [following for following, _ in node.next_functions]
     try:

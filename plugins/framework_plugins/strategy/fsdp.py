@@ -55,7 +55,7 @@ class FSDP:
         offloads = {"offloads_parameters"} if self.cpu_offload else set()
         return Requirements(
             needs=frozenset({"data_sharding"}),
-            gives=frozenset({"data_parallel", "shards_parameters", *frees, *offloads}),
+            gives=frozenset({"data_parallel", "shards_parameters", "shards_experts", *frees, *offloads}),
             why={"data_sharding": "ranks would train on the same samples"},
         )
 
@@ -66,7 +66,7 @@ class FSDP:
 
     @hookimpl
     def apply_data_parallel(self, part: ModelPart, mesh: Mesh, plan: RunPlan) -> None:
-        """Shard each block as a unit of its own, then the rest of the part with its root."""
+        """Shard each module of experts and each block as a unit of its own, then the rest of the part with its root."""
         import torch
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -76,16 +76,17 @@ class FSDP:
             fully_shard,
         )
 
-        axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else "dp_shard"
         on_gpu = plan.accelerator == "cuda"
-        for block_or_root in (*part.blocks.values(), part.module):
+        experts = list(part.experts.values())  # inside of blocks, so before them
+        for unit in (*experts, *part.blocks.values(), part.module):
+            shards = "dp_mod_ep" if unit in experts else "dp_shard"
             fully_shard(
-                block_or_root,
-                mesh=mesh[axes],
+                unit,
+                mesh=mesh[("dp_replicate", shards) if mesh.size("dp_replicate") > 1 else shards],
                 # A pipeline runs several forwards before a backward: resharding in between drops zero-bubble gradients.
                 # The root's own parameters stay too: a step method may use them after it called the module.
                 reshard_after_forward=(
-                    self.sharding == "full_shard" and part.stages == 1 and block_or_root is not part.module
+                    self.sharding == "full_shard" and part.stages == 1 and unit is not part.module
                 ),
                 # gradients are reduced in fp32 (fp64 for fp64), whatever the weights are
                 mp_policy=MixedPrecisionPolicy(

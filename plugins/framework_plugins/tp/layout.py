@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+
+from framework.patterns import matches
 
 WORDS = {
     "colwise": "Linear whose outputs are split; input whole, output stays split until a `rowwise` layer",
@@ -20,12 +21,6 @@ WORDS = {
 
 SPLIT_WORDS = ("colwise", "rowwise", "embedding", "head")
 """Words of layers whose parameters are cut."""
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Tell whether `pattern` names `name`: part by part between the dots, `*` and `?` inside a part."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 @dataclass(frozen=True)
