@@ -65,9 +65,12 @@ def reduction_finished(wrapped: DistributedDataParallel) -> bool:
 def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
     """Backward of `loss` inside gives every leaf a zero gradient of the right shape, whatever the graph computes.
 
-    Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions.
-    The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper. So are nodes that
-    send gradients to other ranks, which an autograd function says of itself by `ctx.crosses_ranks = True`.
+    Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions. What
+    is hooked are the nodes before the leaves, reached through the graph: it works under any wrapper, and a pipeline's
+    other micro-batches, which share the leaves' `AccumulateGrad` nodes, keep their gradients.
+
+    An autograd function whose backward sends its gradient to other ranks says so by `ctx.crosses_ranks = True`: they get
+    zeros too, and what lies behind it is left alone, for there gradients of other ranks arrive.
     """
     handles = []
     seen: set[Any] = set()
@@ -77,14 +80,28 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ == "AccumulateGrad" or getattr(node, "crosses_ranks", False):
+        if getattr(node, "crosses_ranks", False):
             handles.append(node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients)))
-        todo += [following for following, _ in node.next_functions]
+            continue
+        following = [one for one, _ in node.next_functions]
+        leaves = [type(one).__name__ == "AccumulateGrad" for one in following]
+        if any(leaves):
+            handles.append(node.register_hook(_zeros_at(leaves)))
+        todo += [one for one, leaf in zip(following, leaves, strict=True) if not leaf]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _zeros_at(chosen: Sequence[bool]) -> Callable[[Sequence[Tensor | None], Any], tuple[Tensor | None, ...]]:
+    """Return a hook of a node that replaces the chosen gradients of its inputs."""
+
+    def hook(gradients: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+        return tuple(_zeros(g) if zero else g for g, zero in zip(gradients, chosen, strict=True))
+
+    return hook
 
 
 def _zeros(gradient: Tensor | None) -> Tensor | None:

@@ -22,6 +22,9 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 }
 """Settings of an option that make it another mix; an option that isn't here has one."""
 
+BORROWED = {"ep": "strategy=fsdp"}
+"""Axis whose ranks are some of those of an option, without which it can't be on."""
+
 SIZES = (2, 4)
 
 
@@ -69,7 +72,13 @@ def every(options: Mapping[str, Sequence[str]], most_ranks: int) -> Iterator[Mix
 def _sized(ways: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
     """Yield one choice of options with each choice of sizes."""
     chosen = [way for way in ways if way]
+    on = {way[0]: number for number, way in enumerate(chosen)}
+    borrowed = {
+        number: on.get(BORROWED[slot]) for word, number in on.items() if (slot := word.split("=")[0]) in BORROWED
+    }
     for sizes in product(SIZES, repeat=len(chosen)):
+        if any(lender is None or sizes[lender] % sizes[number] for number, lender in borrowed.items()):
+            continue
         words: list[str] = []
         ranks = 1
         for way, size in zip(chosen, sizes, strict=True):
@@ -78,7 +87,7 @@ def _sized(ways: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
             if slot == "strategy":
                 ranks *= 2 * size if "strategy.replicas=2" in way else size
             else:
-                ranks *= size
+                ranks *= 1 if slot in BORROWED else size
                 words += [f"{slot}.size={size}"] if size != SIZES[0] else []
         if ranks <= most_ranks:
             yield Mix(tuple(words), ranks)

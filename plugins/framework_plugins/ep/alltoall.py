@@ -1,4 +1,4 @@
-"""`ep=alltoall`: experts spread over ranks, tokens sent to them and back by all-to-all (Lepikhin et al., GShard, 2020)."""
+"""`ep=alltoall`: experts spread over ranks, tokens sent there and back by all-to-all (Lepikhin et al., GShard, 2020)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class AllToAll:
     def requirements(self) -> Requirements:
         """Needs a strategy that shards experts over the ranks that are left beside those of ep."""
         return Requirements(
-            needs=frozenset({"shards_experts"}),
-            why={"shards_experts": "experts are spread over ranks of dp_shard, so type strategy=fsdp"},
+            needs=frozenset({"expert_sharding"}),
+            why={"expert_sharding": "experts are spread over ranks of dp_shard, so type strategy=fsdp"},
         )
 
     @hookimpl

@@ -51,19 +51,26 @@ def _unmatched(pattern: str, modules: Mapping[str, nn.Module]) -> Problem:
     return Problem(f"ep.plan='{pattern}'", "no module of the model has such a name", fix)
 
 
-def _stacked(name: str, module: nn.Module, size: int) -> Iterator[tuple[str, str, str]]:
-    """Yield setting, what is wrong after the module's name, and fix."""
+def _stacked(name: str, module: nn.Module, size: int) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the module's name, setting, what is wrong as it follows the name, and fix."""
     sizes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
     counts = {shape[0] if shape else 0 for shape in sizes.values()}
     if not sizes:
         yield name, "ep=alltoall", "has no parameters", ""
     elif len(counts) > 1:
         told = ", ".join(f"{key} {list(shape)}" for key, shape in sizes.items())
-        yield name, "ep=alltoall", f"must stack its experts along the first dimension of each parameter, but has {told}", ""
+        yield (
+            name,
+            "ep=alltoall",
+            f"must stack its experts along the first dimension of each parameter, but has {told}",
+            "",
+        )
     elif (count := counts.pop()) % size:
         fit = max(n for n in range(1, size + 1) if count % n == 0)
         yield (
-            name, f"ep.size={size}", f"has {count} experts, which {size} ranks can't share evenly",
+            name,
+            f"ep.size={size}",
+            f"has {count} experts, which {size} ranks can't share evenly",
             f"ep.size={fit}" if fit > 1 else "ep=none",
         )
     if buffers := [key for key, _ in module.named_buffers()]:

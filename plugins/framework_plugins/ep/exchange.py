@@ -12,6 +12,7 @@ over the rank's samples. The data-parallel wrap then averages over the ranks tha
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from types import MethodType
 from typing import Any
 
@@ -36,7 +37,7 @@ class Exchange(torch.autograd.Function):
         return _all_to_all(rows, sends, receives, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """Send the gradients of received rows back."""
         return _all_to_all(gradient, ctx.receives, ctx.sends, ctx.group), None, None, None
 
@@ -56,7 +57,7 @@ class _Mean(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient / ctx.size, None
 
 
@@ -96,22 +97,23 @@ def run(module: nn.Module, forward: Any, mesh: DeviceMesh, tokens: Tensor, count
     received = torch.empty_like(sent)  # [rank that sends, expert of mine]
     dist.all_to_all_single(received, sent.contiguous(), group=group)
     sends, receives = torch.stack((sent.sum(1), received.sum(1))).tolist()  # the one wait for the device
-    arrived = Exchange.apply(tokens, sends, receives, group)
+    exchange: Any = Exchange.apply
+    arrived = exchange(tokens, sends, receives, group)
     expert = torch.arange(received.shape[1], device=counts.device).repeat(size)
     order = expert.repeat_interleave(received.flatten(), output_size=sum(receives)).argsort(stable=True)
     with _local(module, size):
         y = forward(module, arrived[order], received.sum(0))
-    return Exchange.apply(y[order.argsort()], receives, sends, group)  # type: ignore[no-any-return]
+    back: Tensor = exchange(y[order.argsort()], receives, sends, group)
+    return back
 
 
-def _local(module: nn.Module, size: int) -> Any:
+def _local(module: nn.Module, size: int) -> AbstractContextManager[Any]:
     """Inside, the module's parameters are this rank's pieces."""
-    from contextlib import ExitStack
-
+    mean: Any = _Mean.apply
     stack = ExitStack()
     for holder in module.modules():
         pieces = {
-            name: _Mean.apply(parameter.to_local(), size) if isinstance(parameter, DTensor) else parameter
+            name: mean(parameter.to_local(), size) if isinstance(parameter, DTensor) else parameter
             for name, parameter in holder.named_parameters(recurse=False)
         }
         stack.enter_context(swapped_parameters(holder, pieces))

@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Map tokens [n, width] to the same shape; the first counts[0] rows go through expert 0, the next to 1, ..."""
-        parts = tokens.split(counts.tolist())
+        parts: tuple[Tensor, ...] = torch.split(tokens, counts.tolist())
         # an expert without tokens takes part too: its gradient is zero, not missing
         return torch.cat(
             [
@@ -109,7 +109,8 @@ class Mixture(nn.Module):
         y = self.experts(tokens[order // self.top_k], counts)
         choices = y.new_zeros(len(target), y.shape[-1]).index_copy(0, order, y)
         weighted = choices.unflatten(0, (-1, self.top_k)) * weights.reshape(-1, self.top_k, 1).to(y.dtype)
-        return weighted.sum(1).view_as(x).to(x.dtype)
+        y = weighted.sum(1).view_as(x).to(x.dtype)
+        return y
 
 
 def balance(scores: Tensor, chosen: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class FSDP:
         offloads = {"offloads_parameters"} if self.cpu_offload else set()
         return Requirements(
             needs=frozenset({"data_sharding"}),
-            gives=frozenset({"data_parallel", "shards_parameters", "shards_experts", *frees, *offloads}),
+            gives=frozenset({"data_parallel", "shards_parameters", "expert_sharding", *frees, *offloads}),
             why={"data_sharding": "ranks would train on the same samples"},
         )
 
@@ -85,9 +85,7 @@ class FSDP:
                 mesh=mesh[("dp_replicate", shards) if mesh.size("dp_replicate") > 1 else shards],
                 # A pipeline runs several forwards before a backward: resharding in between drops zero-bubble gradients.
                 # The root's own parameters stay too: a step method may use them after it called the module.
-                reshard_after_forward=(
-                    self.sharding == "full_shard" and part.stages == 1 and unit is not part.module
-                ),
+                reshard_after_forward=(self.sharding == "full_shard" and part.stages == 1 and unit is not part.module),
                 # gradients are reduced in fp32 (fp64 for fp64), whatever the weights are
                 mp_policy=MixedPrecisionPolicy(
                     reduce_dtype=torch.float32 if _lowest(part) in (torch.bfloat16, torch.float16) else None,
