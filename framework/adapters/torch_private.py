@@ -65,12 +65,12 @@ def reduction_finished(wrapped: DistributedDataParallel) -> bool:
 def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
     """Backward of `loss` inside gives every leaf a zero gradient of the right shape, whatever the graph computes.
 
-    Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions. What
-    is hooked are the nodes before the leaves, reached through the graph: it works under any wrapper, and a pipeline's
-    other micro-batches, which share the leaves' `AccumulateGrad` nodes, keep their gradients.
+    Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions.
+    What is hooked are the nodes before the leaves, reached through the graph: it works under any wrapper, and a
+    pipeline's other micro-batches, which share the leaves' `AccumulateGrad` nodes, keep their gradients.
 
-    An autograd function whose backward sends its gradient to other ranks says so by `ctx.crosses_ranks = True`: they get
-    zeros too, and what lies behind it is left alone, for there gradients of other ranks arrive.
+    An autograd function whose backward sends its gradient to other ranks says so by `ctx.crosses_ranks = True`: they
+    get zeros too, and what lies behind it is left alone, for there gradients of other ranks arrive.
     """
     handles = []
     seen: set[Any] = set()

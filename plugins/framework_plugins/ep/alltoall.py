@@ -1,4 +1,4 @@
-"""`ep=alltoall`: experts spread over ranks, tokens sent there and back by all-to-all (Lepikhin et al., GShard, 2020)."""
+"""`ep=alltoall`: experts spread over ranks, tokens sent there and back by all-to-all (Lepikhin et al., 2020)."""
 
 from __future__ import annotations
 

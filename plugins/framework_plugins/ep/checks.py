@@ -27,11 +27,12 @@ def problems(model: nn.Module, patterns: Sequence[str] | None, size: int, tensor
     chosen = {name: m for name, m in modules.items() if any(matches(pattern, name) for pattern in patterns)}
     found = [_unmatched(pattern, modules) for pattern in patterns if not any(matches(pattern, name) for name in chosen)]
     found += _alike(problem for name, module in chosen.items() for problem in _stacked(name, module, size))
+    spread = {inner for name in chosen for inner in _inside(name, modules)}
     holders: dict[nn.Parameter, str] = {}
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
             first = holders.setdefault(parameter, name)
-            if first != name and {first, name} & chosen.keys():
+            if first != name and {first, name} & spread:
                 found.append(Problem("ep=alltoall", f"{first} and {name} share a parameter, which can't be spread"))
     for name in chosen:
         clash = next((one for one in tensor if any(matches(one, inner) for inner in _inside(name, modules))), None)

@@ -109,8 +109,8 @@ class Mixture(nn.Module):
         y = self.experts(tokens[order // self.top_k], counts)
         choices = y.new_zeros(len(target), y.shape[-1]).index_copy(0, order, y)
         weighted = choices.unflatten(0, (-1, self.top_k)) * weights.reshape(-1, self.top_k, 1).to(y.dtype)
-        y = weighted.sum(1).view_as(x).to(x.dtype)
-        return y
+        out: Tensor = weighted.sum(1).view_as(x).to(x.dtype)
+        return out
 
 
 def balance(scores: Tensor, chosen: Tensor) -> Tensor:
