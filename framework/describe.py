@@ -109,7 +109,8 @@ def _axes(plan: RunPlan) -> Table:
     told = {
         "pp": "a stage each: its own blocks of the model; the same samples",
         "dp_replicate": "a copy each; its own samples (dN: share N of each batch)",
-        "dp_shard": f"1/{shards} of each parameter, gradient and optimizer state each; its own samples (dN)",
+        "dp_shard": f"1/{shards} of each parameter, gradient and optimizer state each; its own samples (dN)"
+        + (f"; groups of {mesh.ep} share the experts (ep)" if mesh.ep > 1 else ""),
         "cp": "a piece of each sequence each; the same samples",
         "tp": "a slice of each split layer each; the same samples",
     }
@@ -297,6 +298,8 @@ def collectives(plan: RunPlan, model: LightningModule) -> Iterator[tuple[str, st
         yield "tp", "reduce or gather activations of each split layer", micros, None
     if mesh.cp > 1:
         yield "cp", "exchange keys and values, or heads, in each attention", micros, None
+    if mesh.ep > 1:
+        yield "ep", "all-to-all tokens to their experts and back, and their gradients", micros, None
     sharded, over = "shards_parameters" in words, " x cp" if mesh.cp > 1 else ""
     shards, copies = (
         (mesh.dp_shard * mesh.cp, mesh.dp_replicate) if sharded else (mesh.dp_shard, mesh.dp_replicate * mesh.cp)

@@ -2,6 +2,9 @@
 
 The rank list is laid out row-major over `plan.AXES` (pp outermost, tp innermost, so that tensor-parallel neighbours are
 nearest). Axes of size 1 exist like any other and need no special case.
+
+With expert parallelism there is a second layout of the same ranks, `plan.EXPERT_AXES`, in which dp_shard is cut into
+dp_mod_ep x ep: views that name one of these two come from it.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from framework.adapters.torch_private import flattened
-from framework.plan import AXES, MeshSpec
+from framework.plan import AXES, EXPERT_AXES, MeshSpec
 
 
 class Mesh:
@@ -29,13 +32,21 @@ class Mesh:
         self.spec = spec
         self.device_type = device_type
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, spec.shape, mesh_dim_names=AXES)
+        self.expert_mesh: DeviceMesh | None = None
+        """The layout `EXPERT_AXES`; None without expert parallelism."""
+        if spec.ep > 1:
+            sizes = tuple(getattr(spec, axis) for axis in EXPERT_AXES)
+            self.expert_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=EXPERT_AXES)
         self._views: dict[tuple[str, ...], DeviceMesh] = {}
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the sub-mesh of one axis (1-D) or of several (N-D, in the order of `AXES`)."""
+        """Return the sub-mesh of one axis (1-D) or of several (N-D, in the order of `AXES` or `EXPERT_AXES`)."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         if names not in self._views:
-            self._views[names] = self.device_mesh[names if len(names) > 1 else names[0]]
+            layout = self.device_mesh if set(names) <= set(AXES) else self.expert_mesh
+            if layout is None:
+                raise KeyError(f"The mesh {self.spec} has no axes {names}: no expert parallelism is on")
+            self._views[names] = layout[names if len(names) > 1 else names[0]]
         return self._views[names]
 
     def reducing(self, *axes: str) -> DeviceMesh:
@@ -61,7 +72,7 @@ class Mesh:
 
     def rank(self, axis: str) -> int:
         """Coordinate of this rank on `axis`."""
-        return self.spec.coordinate(dist.get_rank())[axis]
+        return int(self[axis].get_local_rank())
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group of the ranks that differ from this one only on `axis`."""

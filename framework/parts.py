@@ -43,6 +43,8 @@ class ModelPart:
         foreign: parameters reachable from `module` that another stage owns (on the meta device).
         index: stage number, 0 first.
         stages: number of stages in all.
+        experts: modules whose parameters are DTensors over axis ep, by name: a data-parallel wrap averages their
+            gradients over dp_mod_ep (and dp_replicate) instead of dp_shard.
         view: inside it `root` looks as this part sees it; entered around surgery on the part.
         contexts: entered by the strategy around each step's forward and backward (`loss_parallel`, say).
         initialised: called with each parameter of a module without weights as soon as it has its initial values, for
@@ -59,6 +61,7 @@ class ModelPart:
     foreign: set[nn.Parameter] = field(default_factory=set)
     index: int = 0
     stages: int = 1
+    experts: dict[str, nn.Module] = field(default_factory=dict)
     view: AbstractContextManager[None] = field(default_factory=nullcontext)
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     initialised: Callable[[nn.Parameter], None] | None = None

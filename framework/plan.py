@@ -14,6 +14,9 @@ from typing import Any
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: ranks that differ only in the last axis are neighbours. `ep` borrows from dp_shard."""
 
+EXPERT_AXES = ("pp", "dp_replicate", "dp_mod_ep", "ep", "cp", "tp")
+"""The same ranks in the same order, with dp_shard cut in two: what experts see. `dp_mod_ep * ep = dp_shard`."""
+
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Axes whose ranks read different samples."""
 
@@ -33,6 +36,11 @@ class MeshSpec:
     def shape(self) -> tuple[int, ...]:
         """Sizes in the order of `AXES`."""
         return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def dp_mod_ep(self) -> int:
+        """Ranks that hold pieces of the same experts; `dp_shard` without expert parallelism."""
+        return self.dp_shard // self.ep
 
     @property
     def world_size(self) -> int:
@@ -57,7 +65,9 @@ class MeshSpec:
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True) if size > 1) or "1 rank"
+        experts = f" (ep {self.ep})" if self.ep > 1 else ""
+        told = {axis: f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True) if size > 1}
+        return " x ".join(text + experts if axis == "dp_shard" else text for axis, text in told.items()) or "1 rank"
 
 
 @dataclass(frozen=True)

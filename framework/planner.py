@@ -2,7 +2,7 @@
 
 Rules for the mesh (`plan_mesh`). An axis whose option says a size has that size. The others, which say None:
 
-* `devices=auto` on CPU: each gets 2, the smallest world in which the axis does something.
+* `devices=auto` on CPU: each gets 2, the smallest world in which the axis does something; dp_shard at least ep's size.
 * `devices=N` (or `auto` on GPUs, where N is all of them): an axis that doesn't divide data gets 2; the data-parallel
   axis gets what is left of N.
 
@@ -52,19 +52,23 @@ def plan_mesh(
     if problems:
         raise PlanError(problems)
     experts = sizes.pop("ep", 1)
+    experts = DEFAULT_SIZE if experts is None else experts
     if total is None:
-        chosen = {axis: DEFAULT_SIZE if size is None else size for axis, size in sizes.items()}
+        usual = {axis: max(DEFAULT_SIZE, experts) if axis == "dp_shard" else DEFAULT_SIZE for axis in sizes}
+        chosen = {axis: usual[axis] if size is None else size for axis, size in sizes.items()}
         problem = None
     else:
         chosen, problem = _fill(sizes, total, f"devices={devices}")
     if problem is not None:
         raise PlanError([problem])
-    mesh = MeshSpec(**chosen, ep=DEFAULT_SIZE if experts is None else experts)
+    mesh = MeshSpec(**chosen, ep=experts)
     if mesh.dp_shard % mesh.ep:
+        fit = max(n for n in range(1, mesh.ep + 1) if mesh.dp_shard % n == 0)
         problems.append(
             Problem(
                 f"ep.size={mesh.ep}",
                 f"experts are spread over the ranks of dp_shard, and {mesh.dp_shard} isn't a multiple of {mesh.ep}",
+                f"ep.size={fit}" if fit > 1 else f"+strategy=fsdp strategy.size={mesh.ep}, or ep=none",
             )
         )
     if mesh.world_size % num_nodes:

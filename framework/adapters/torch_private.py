@@ -69,19 +69,24 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
     """Backward of `loss` inside gives every leaf a zero gradient of the right shape, whatever the graph computes.
 
     Used where a micro-batch has no valid token: its mean is 0 / 0, yet the rank has to take part in the reductions.
-    The leaves' `AccumulateGrad` nodes are reached through the graph, so it works under any wrapper.
+    What is hooked are the nodes before the leaves, reached through the graph: it works under any wrapper, and a
+    pipeline's other micro-batches, which share the leaves' `AccumulateGrad` nodes, keep their gradients.
 
-    A function with an attribute `exchanges` sends gradients to other ranks and gets theirs, of losses that are valid.
-    So where the graph has any, zeros are put in at all nodes that no such function leads to, and nowhere else.
+    An autograd function whose backward sends gradients to other ranks, and gets theirs, says so by
+    `ctx.crosses_ranks = True`. It is given zeros to send, and what lies behind it is left alone, for there gradients of
+    losses that are valid arrive.
     """
     nodes = _reached([loss.grad_fn])
-    exchanges = [node for node in nodes if getattr(getattr(type(node), "_forward_cls", None), "exchanges", False)]
-    if exchanges:
-        others = _reached([following for node in exchanges for following, _ in node.next_functions])
-        own = nodes - others
-    else:
-        own = {node for node in nodes if type(node).__name__ == "AccumulateGrad"}
-    handles = [node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients)) for node in own]
+    crossing = {node for node in nodes if getattr(node, "crosses_ranks", False)}
+    behind = _reached([following for node in crossing for following, _ in node.next_functions])
+    handles = []
+    for node in nodes - behind:
+        if node in crossing:
+            handles.append(node.register_prehook(lambda gradients: tuple(_zeros(g) for g in gradients)))
+            continue
+        ends = [one in behind or type(one).__name__ == "AccumulateGrad" for one, _ in node.next_functions]
+        if any(ends):
+            handles.append(node.register_hook(_zeros_at(ends)))
     try:
         yield
     finally:
@@ -89,7 +94,7 @@ def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
             handle.remove()
 
 
-def _reached(start: list[Any]) -> set[Any]:
+def _reached(start: Sequence[Any]) -> set[Any]:
     """Return the nodes of an autograd graph that gradients flow through from those of `start`, themselves included."""
     seen: set[Any] = set()
     todo = list(start)
@@ -114,6 +119,15 @@ def leaves_of(loss: Tensor) -> set[int] | None:
         if kind == "AccumulateGrad":
             found.add(id(node.variable))
     return found
+
+
+def _zeros_at(chosen: Sequence[bool]) -> Callable[[Sequence[Tensor | None], Any], tuple[Tensor | None, ...]]:
+    """Return a hook of a node that replaces the chosen gradients of its inputs."""
+
+    def hook(gradients: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+        return tuple(_zeros(g) if zero else g for g, zero in zip(gradients, chosen, strict=True))
+
+    return hook
 
 
 def _zeros(gradient: Tensor | None) -> Tensor | None:

@@ -66,10 +66,8 @@ def _sized(chosen: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
             slot = way[0].partition("=")[0]
             if slot == "strategy":
                 ranks *= 2 * size if "strategy.replicas=2" in way else size
-            elif slot == "ep":  # its ranks are borrowed from those of the strategy
-                words += [f"{slot}.size={size}"] if size != SIZES[0] else []
             else:
-                ranks *= size
+                ranks *= 1 if slot == "ep" else size  # experts borrow their ranks from the strategy
                 words += [f"{slot}.size={size}"] if size != SIZES[0] else []
         if ranks <= most_ranks:
             yield Mix(tuple(words), ranks)

@@ -28,6 +28,13 @@ TOY = (
 BIASED = ("model._target_=framework.verify.toys.Biased", "data._target_=framework.verify.toys.Padded", "data.length=16")
 """A model with biases behind its row-split layers."""
 
+EXPERTS = (
+    "model=moe", "model.experts=4", "model.layers=4", "model.width=16", "model.heads=2", "model.hidden=24",
+    "model.context=16", "model.vocab_size=32", "data._target_=framework.verify.toys.Padded", "data.vocabulary=32",
+    "data.length=16",
+)  # fmt: skip
+"""A mixture of experts."""
+
 CLIP = "trainer.gradient_clip_val=0.1"
 
 Change = Callable[[Any], Any]
@@ -244,6 +251,10 @@ def _own_part_only(original: Any) -> Any:
     return staticmethod(backward)
 
 
+def _joined_by_rank(original: Any) -> Any:
+    return lambda self, held, dim: torch.cat(held, dim)
+
+
 def _places_from_zero(original: Any) -> Any:
     """Each rank takes its piece of a sequence for the start."""
 
@@ -255,8 +266,27 @@ def _places_from_zero(original: Any) -> Any:
     return changed
 
 
-def _joined_by_rank(original: Any) -> Any:
-    return lambda self, held, dim: torch.cat(held, dim)
+def _divided_again(original: Any) -> Any:
+    """The gradient of experts, a mean over their group already, is divided by its size once more."""
+    return staticmethod(lambda ctx, gradient: (original.__func__(ctx, gradient)[0] / ctx.size, None))
+
+
+def _routed_by_constants(original: Any) -> Any:
+    """The weights of the choices get no gradient."""
+    return lambda self, x, weights, *rest: original(self, x, weights.detach(), *rest)
+
+
+def _takes_all(original: Any) -> Any:
+    return lambda self, chosen: torch.ones_like(chosen, dtype=torch.bool)
+
+
+def _over_the_micro_batch(original: Any) -> Any:
+    """The usual balance loss: a product of two means over all tokens at hand."""
+
+    def changed(scores: Tensor, chosen: Tensor) -> Any:
+        return original(scores.flatten(0, 1)[None], chosen.flatten(0, 1)[None]).expand(len(scores))
+
+    return changed
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------
@@ -333,6 +363,14 @@ MUTANTS = (
             lambda original: lambda out, total, more, block: (out + more, original(out, total, more, block)[1])}),
     Mutant("cp: pieces are joined in the order of ranks", "cp=allgather",
            {"framework_plugins.cp.sequences.Pieces.whole": _joined_by_rank}),
+    Mutant("ep: gradients of experts are averaged again over their group", "strategy=fsdp ep=alltoall",
+           {"framework_plugins.ep.exchange._Mean.backward": _divided_again}, EXPERTS),
+    Mutant("ep: routing weights get no gradient", "strategy=fsdp ep=alltoall",
+           {"framework_plugins.model.moe.Mixture.dispatch": _routed_by_constants}, EXPERTS),
+    Mutant("ep: what is beyond capacity counts", "strategy=fsdp ep=alltoall model.capacity_factor=1",
+           {"framework_plugins.model.moe.Mixture.within_capacity": _takes_all}, EXPERTS),
+    Mutant("moe: balance is that of the micro-batch", "strategy=ddp",
+           {"framework_plugins.model.moe.balance": _over_the_micro_batch}, EXPERTS),
 )  # fmt: skip
 
 

@@ -18,12 +18,10 @@ from framework_plugins.cp.ulysses import shareable
 class Gather(torch.autograd.Function):
     """[...] on each of n ranks -> [n, ...] on all; the gradient of a piece is the sum of those of all ranks."""
 
-    exchanges = True
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Gather."""
-        ctx.group = group
+        ctx.group, ctx.crosses_ranks = group, True
         ranks = dist.get_world_size(group)
         whole = x.new_empty(ranks * x.shape[0], *x.shape[1:])
         dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
@@ -41,12 +39,10 @@ class Gather(torch.autograd.Function):
 class Trade(torch.autograd.Function):
     """[n, ...]: block s goes to rank s, and block s of the result came from rank s; its own transpose."""
 
-    exchanges = True
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Exchange."""
-        ctx.group = group
+        ctx.group, ctx.crosses_ranks = group, True
         return _traded(x, group)
 
     @staticmethod

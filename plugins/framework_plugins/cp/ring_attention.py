@@ -42,12 +42,11 @@ class RingAttention:
 
 
 class _Ring(torch.autograd.Function):
-    exchanges = True
-
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, pieces: Pieces, group: dist.ProcessGroup
     ) -> Tensor:
+        ctx.crosses_ranks = True  # for `zero_leaf_gradients`
         wide = torch.promote_types(query.dtype, torch.float32)
         both = torch.cat((key, value), -1)
         with torch.autocast(query.device.type, enabled=False):

@@ -7,6 +7,7 @@ et al., 2023), scaled dot-product attention; Touvron et al., Llama 2 (2023), for
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -74,22 +75,127 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each on the normalised residual stream and added to it."""
 
-    def __init__(self, width: int, *, heads: int, kv_heads: int, hidden: int, dropout: float, norm_eps: float) -> None:
+    def __init__(
+        self, width: int, feed_forward: nn.Module, *, heads: int, kv_heads: int, dropout: float, norm_eps: float
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(width, norm_eps)
         self.attention = Attention(width, heads, kv_heads, dropout)
         self.feed_forward_norm = nn.RMSNorm(width, norm_eps)
-        self.feed_forward = FeedForward(width, hidden)
+        self.feed_forward = feed_forward
         self.residual_dropout = nn.Dropout(dropout)
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the residual stream [batch, length, width] after the attention."""
+        out: Tensor = x + self.residual_dropout(self.attention(self.attention_norm(x), cos, sin))
+        return out
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map [batch, length, width] to the same shape."""
-        x = x + self.residual_dropout(self.attention(self.attention_norm(x), cos, sin))
+        x = self.attend(x, cos, sin)
         out: Tensor = x + self.residual_dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
 
 
-class GPT(LightningModule):
+class Decoder(LightningModule):
+    """What `GPT` and `MoE` share: embedding, blocks, norm, head, and the step methods around the subclass's `loss`.
+
+    Args:
+        block: makes one block.
+        vocab_size, width, layers, heads, context, tied, norm_eps, rope_theta: as in `GPT`.
+    """
+
+    loss: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+    def __init__(
+        self,
+        block: Callable[[], nn.Module],
+        *,
+        vocab_size: int,
+        width: int,
+        layers: int,
+        heads: int,
+        context: int,
+        tied: bool,
+        norm_eps: float,
+        rope_theta: float,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.context = vocab_size, context
+        self.head_size, self.rope_theta = width // heads, rope_theta
+        self.depth = layers
+        # in the order of execution
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+        self.norm = nn.RMSNorm(width, norm_eps)
+        self.output = nn.Linear(width, vocab_size, bias=False)
+        if tied:
+            self.output.weight = self.tokens.weight
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw all weights: normal with deviation 0.02; what is added to the residual stream, 0.02 / sqrt(2 layers).
+
+        That the method exists says that the model may be built without memory and filled later.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                nn.init.ones_(parameter)
+            else:
+                onto_residual = name.removesuffix(".weight").endswith(("wo", "w2"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.depth) if onto_residual else 0.02)
+
+    def angles(self, inputs: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for token ids [batch, length] at `positions`; None = 0, 1, 2, ..."""
+        length = inputs.shape[-1]
+        if length > self.context:
+            raise ValueError(f"A sequence of {length} tokens is longer than context={self.context}.")
+        if positions is None:
+            positions = torch.arange(length, device=inputs.device)
+        cos, sin = rotation(positions, self.head_size, self.rope_theta)  # [length, ...] or [batch, length, ...]
+        return (cos, sin) if cos.ndim == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))  # the same for all heads
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return the mean loss and its weight in tokens."""
+        result = self.loss(batch)
+        self.log("train_loss", result["loss"], prog_bar=True)
+        return result
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Log the loss of held-out text."""
+        result = self.loss(batch)
+        self.log("val_loss", result["loss"], prog_bar=True)
+        return result
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        """Log the loss of test text."""
+        result = self.loss(batch)
+        self.log("test_loss", result["loss"])
+        return result
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Return `loss`, the mean in nats over the targets that count (not -100), and `weight`, how many they are."""
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    return {"loss": loss, "weight": (targets != -100).sum()}
+
+
+def check_shape(width: int, heads: int, kv_heads: int) -> None:
+    """Raise ValueError if the heads don't fit."""
+    if width % (2 * heads):
+        raise ValueError(f"width={width} must be a multiple of 2 x heads={heads}: rotary positions turn pairs.")
+    if heads % kv_heads:
+        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}.")
+
+
+def hidden_size(width: int) -> int:
+    """Return the usual width inside a SwiGLU: 8/3 width, rounded up to a multiple of 64."""
+    return -(-8 * width // (3 * 64)) * 64
+
+
+class GPT(Decoder):
     """A language model over token ids.
 
     A batch is `{"inputs": [batch, length], "targets": the same}`, int64; a target of -100 doesn't count. An entry
@@ -143,50 +249,31 @@ class GPT(LightningModule):
         norm_eps: float = 1e-5,
         rope_theta: float = 10000.0,
     ) -> None:
-        super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        if width % (2 * heads):
-            raise ValueError(f"width={width} must be a multiple of 2 x heads={heads}: rotary positions turn pairs.")
-        if heads % kv_heads:
-            raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}.")
-        self.vocab_size, self.context = vocab_size, context
-        self.head_size, self.rope_theta = width // heads, rope_theta
-        self.depth = layers
-        hidden = -(-8 * width // (3 * 64)) * 64 if hidden is None else hidden
-        # in the order of execution
-        self.tokens = nn.Embedding(vocab_size, width)
-        self.layers = nn.ModuleList(
-            Block(width, heads=heads, kv_heads=kv_heads, hidden=hidden, dropout=dropout, norm_eps=norm_eps)
-            for _ in range(layers)
+        check_shape(width, heads, kv_heads)
+        hidden = hidden_size(width) if hidden is None else hidden
+        super().__init__(
+            lambda: Block(
+                width,
+                FeedForward(width, hidden),
+                heads=heads,
+                kv_heads=kv_heads,
+                dropout=dropout,
+                norm_eps=norm_eps,
+            ),
+            vocab_size=vocab_size,
+            width=width,
+            layers=layers,
+            heads=heads,
+            context=context,
+            tied=tied,
+            norm_eps=norm_eps,
+            rope_theta=rope_theta,
         )
-        self.norm = nn.RMSNorm(width, norm_eps)
-        self.output = nn.Linear(width, vocab_size, bias=False)
-        if tied:
-            self.output.weight = self.tokens.weight
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        """Draw all weights: normal with deviation 0.02; what is added to the residual stream, 0.02 / sqrt(2 layers).
-
-        That the method exists says that the model may be built without memory and filled later.
-        """
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                nn.init.ones_(parameter)
-            else:
-                onto_residual = name.endswith(("wo.weight", "w2.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.depth) if onto_residual else 0.02)
 
     def forward(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map token ids [batch, length] to logits [batch, length, vocab_size]; `positions` None = 0, 1, 2, ..."""
-        length = inputs.shape[-1]
-        if length > self.context:
-            raise ValueError(f"A sequence of {length} tokens is longer than context={self.context}.")
-        if positions is None:
-            positions = torch.arange(length, device=inputs.device)
-        cos, sin = rotation(positions, self.head_size, self.rope_theta)  # [length, ...] or [batch, length, ...]
-        if cos.ndim == 3:
-            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
+        cos, sin = self.angles(inputs, positions)
         x = self.tokens(inputs)
         for layer in self.layers:
             x = layer(x, cos, sin)
@@ -195,26 +282,4 @@ class GPT(LightningModule):
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean cross entropy in nats over the targets that count, and how many they are."""
-        logits, targets = self(batch["inputs"], batch.get("positions")), batch["targets"]
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-        return {"loss": loss, "weight": (targets != -100).sum()}
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Return the mean loss and its weight in tokens."""
-        result = self.loss(batch)
-        self.log("train_loss", result["loss"], prog_bar=True)
-        return result
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Log the loss of held-out text."""
-        result = self.loss(batch)
-        self.log("val_loss", result["loss"], prog_bar=True)
-        return result
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
-        """Log the loss of test text."""
-        result = self.loss(batch)
-        self.log("test_loss", result["loss"])
-        return result
+        return cross_entropy(self(batch["inputs"], batch.get("positions")), batch["targets"])

@@ -64,18 +64,24 @@ class FSDP:
         offloads = {"offloads_parameters"} if self.cpu_offload else set()
         return Requirements(
             needs=frozenset({"data_sharding"}),
-            gives=frozenset({"data_parallel", "reduces_over_context", "shards_parameters", *frees, *offloads}),
+            gives=frozenset(
+                {"data_parallel", "reduces_over_context", "shards_parameters", "expert_sharding", *frees, *offloads}
+            ),
             why={"data_sharding": "ranks would train on the same samples"},
             variants=("sharding=shard_grad_op", "replicas=2"),
         )
 
     @hookimpl
     def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
-        """A check of copies needs two of them."""
-        if not self.replica_check or self.replicas > 1:
-            return []
-        reason = "there is one sharded copy, with nothing to hold it against"
-        return [Problem(f"strategy.replica_check={self.replica_check}", reason, "strategy.replicas=2")]
+        """A check of copies needs two of them; experts are units of their own."""
+        problems = []
+        if self.replica_check and self.replicas == 1:
+            reason = "there is one sharded copy, with nothing to hold it against"
+            problems.append(Problem(f"strategy.replica_check={self.replica_check}", reason, "strategy.replicas=2"))
+        if self.find_unused_parameters and plan.mesh.ep > 1:
+            reason = "experts are sharded apart from the rest, and with it everything is one unit"
+            problems.append(Problem("strategy.find_unused_parameters=true", reason, "ep=none"))
+        return problems
 
     @hookimpl
     def make_callbacks(self, plan: RunPlan) -> Sequence[Any]:
@@ -88,7 +94,7 @@ class FSDP:
 
     @hookimpl
     def apply_data_parallel(self, part: ModelPart, mesh: Mesh, plan: RunPlan) -> None:
-        """Shard each block as a unit of its own, then the rest of the part with its root."""
+        """Shard each module of experts and each block as a unit of its own, then the rest of the part with its root."""
         import torch
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -100,19 +106,17 @@ class FSDP:
 
         from framework_plugins.strategy.unused import UnitsAgree, UnusedParameters
 
-        axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
         on_gpu = plan.accelerator == "cuda"
+        copies = ("dp_replicate",) if mesh.size("dp_replicate") > 1 else ()
         blocks = {} if self.find_unused_parameters else part.blocks
-        units = {**blocks, "the rest of the model": part.module}
-        for block_or_root in units.values():
+        units = {**part.experts, **blocks, "the rest of the model": part.module}  # experts lie inside of blocks
+        for name, unit in units.items():
             fully_shard(
-                block_or_root,
-                mesh=mesh.reducing(*axes),
+                unit,
+                mesh=mesh[*copies, "dp_mod_ep"] if name in part.experts else mesh.reducing(*copies, "dp_shard"),
                 # A pipeline runs several forwards before a backward: resharding in between drops zero-bubble gradients.
                 # The root's own parameters stay too: a step method may use them after it called the module.
-                reshard_after_forward=(
-                    self.sharding == "full_shard" and part.stages == 1 and block_or_root is not part.module
-                ),
+                reshard_after_forward=(self.sharding == "full_shard" and part.stages == 1 and unit is not part.module),
                 # gradients are reduced in fp32 (fp64 for fp64), whatever the weights are
                 mp_policy=MixedPrecisionPolicy(
                     reduce_dtype=torch.float32 if _lowest(part) in (torch.bfloat16, torch.float16) else None,

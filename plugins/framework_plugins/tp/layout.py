@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+
+from framework.patterns import matches
 
 WORDS = {
     "colwise": "Linear whose outputs are split; input whole, output stays split until a `rowwise` layer",
@@ -26,12 +27,6 @@ HEAD_COUNTS = (
     "kv_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "num_key_value_heads",
 )  # fmt: skip
 """Attributes in which attention modules keep how many heads they have."""
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Tell whether `pattern` names `name`: part by part between the dots, `*` and `?` inside a part."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 @dataclass(frozen=True)

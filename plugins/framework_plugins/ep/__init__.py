@@ -1,0 +1,1 @@
+"""Bundled options of the concern `ep`."""
