@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ class ModelPart:
         index: stage number, 0 first.
         stages: number of stages in all.
         view: inside it `root` looks as this part sees it; entered around surgery on the part.
+        shared: parameters that several stages hold a copy of, by (first) name -> those stages.
         contexts: entered by the strategy around each step's forward and backward (`loss_parallel`, say).
     """
 
@@ -38,6 +39,7 @@ class ModelPart:
     index: int = 0
     stages: int = 1
     view: AbstractContextManager[None] = field(default_factory=nullcontext)
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
 
     def parameters(self) -> Iterator[nn.Parameter]:

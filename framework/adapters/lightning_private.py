@@ -191,3 +191,15 @@ def _settle(loop: Any) -> None:
             progress.completed = progress.ready - 1
         loop.epoch_loop._batches_that_stepped -= 1
         loop.restarting = True
+
+
+def loader_source(trainer: Any) -> Any:
+    """Return the training (in an evaluation its own) loaders as the user made them, before the run sets its data up."""
+    loop = trainer.fit_loop if trainer.state.fn == "fit" else trainer._evaluation_loop
+    return loop._data_source.dataloader()
+
+
+def moved(trainer: Any, module: LightningModule, batch: Any, device: torch.device) -> Any:
+    """Return a batch as a step method gets it: in the run's precision, after the hooks around the transfer."""
+    converted = trainer.precision_plugin.convert_input(batch)
+    return module._apply_batch_transfer_handler(converted, device=device, dataloader_idx=0)
