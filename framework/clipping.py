@@ -61,7 +61,9 @@ def total_norm(
     for parameter in parameters:
         piece = _piece(parameter)
         if piece.numel():
-            groups.setdefault((_copies(parameter, mesh) * (holders or {}).get(parameter, 1), piece.device, piece.dtype), []).append(piece)
+            groups.setdefault(
+                (_copies(parameter, mesh) * (holders or {}).get(parameter, 1), piece.device, piece.dtype), []
+            ).append(piece)
     # float64 on some ranks only would make the ranks' messages differ in size: the message is always float64
     total = torch.zeros((), dtype=torch.float64, device=_device(mesh, parameters))
     for (copies, _, dtype), pieces in groups.items():

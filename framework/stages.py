@@ -151,7 +151,11 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, root: LightningModule, view: AbstractContextManager[None], entry: _Entry | None, last_block: nn.Module | None
+        self,
+        root: LightningModule,
+        view: AbstractContextManager[None],
+        entry: _Entry | None,
+        last_block: nn.Module | None,
     ) -> None:
         super().__init__()
         self.root = root

@@ -77,6 +77,8 @@ class MeshStrategy(ParallelStrategy):
         self.state: StateKeeper | None = None
         self.grad_norm: Tensor | None = None
         """Norm before clipping of the last optimizer step, 0-dim; None without clipping."""
+        self.optimizer_calls = 0
+        """Steps of all optimizers that this process made under manual optimization, where `global_step` counts batches."""
         self._batch_index = 0
         self._nothing_to_move = False
         self._forward_redirection = lightning_private.forward_redirection()
@@ -189,6 +191,8 @@ class MeshStrategy(ParallelStrategy):
                 self.setup_optimizers(trainer)
                 forget(filler, self.optimizers)
             self._hold_schedule_on_skipped_steps(module, trainer)
+            if not module.automatic_optimization:
+                lightning_private.count_batches(trainer)
         self.setup_precision_plugin()
         self.barrier("setup")
 

@@ -162,7 +162,9 @@ class Residual(nn.Module):
         self.conv2, self.bn2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)
         self.relu = nn.ReLU(inplace=True)
         same = inner == outer and stride == 1
-        self.shortcut = None if same else nn.Sequential(nn.Conv2d(inner, outer, 1, stride), nn.BatchNorm2d(outer))
+        self.shortcut = (
+            None if same else nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))

@@ -88,9 +88,7 @@ def complaints(option: Schedule, plan: RunPlan, model: Any, stages: int) -> list
     return _on_one_rank(option, plan, model, found, chosen)
 
 
-def _on_one_rank(
-    option: Schedule, plan: RunPlan, model: Any, found: Survey, chosen: Sequence[int]
-) -> list[Problem]:
+def _on_one_rank(option: Schedule, plan: RunPlan, model: Any, found: Survey, chosen: Sequence[int]) -> list[Problem]:
     """A shared weight that one rank holds for two of its stages can't be managed by two data-parallel wraps."""
     if option.stages_per_rank == 1 or plan.mesh.data_ranks == 1:
         return []
