@@ -33,6 +33,7 @@ fast: $(READY)
 campaign: $(READY)
 	$(BIN)/python -m pytest -m campaign --timeout 0 $(ARGS)
 	$(BIN)/python tools/mix_docs.py
+	$(BIN)/python tools/model_docs.py
 
 bench: $(READY)
 	$(BIN)/python tools/bench.py $(ARGS)

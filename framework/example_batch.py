@@ -1,4 +1,4 @@
-"""A few samples of a run's data, collated as its training loader does: what a model is followed with before it is cut."""
+"""A few samples of a run's data, collated as its training loader does: with them a model is followed."""
 
 from __future__ import annotations
 

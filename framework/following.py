@@ -84,7 +84,7 @@ def changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 _NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__iter__")
-_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = Tensor.device.__get__
 
 
 class Follower(TorchFunctionMode):
@@ -149,7 +149,7 @@ class Follower(TorchFunctionMode):
                 yield
         finally:
             self._aside = True
-            torch.autograd.Function.apply = original
+            torch.autograd.Function.apply = original  # type: ignore[method-assign]
             _current = outer
 
     @contextmanager
@@ -159,11 +159,11 @@ class Follower(TorchFunctionMode):
             yield
             return
         self._aside = True
-        super().__exit__(None, None, None)
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
             self._aside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,7 +244,7 @@ class Follower(TorchFunctionMode):
         results = tree_leaves(result)
         if target is not None:
             self._name(event, [image])
-            if image is not target:
+            if image is not None and image is not target:
                 self.stands[id(target)] = (target, image)
             results = [target]
             result = tree_map(lambda leaf: target if leaf is image else leaf, result)

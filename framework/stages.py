@@ -34,7 +34,6 @@ from framework.adapters.torch_private import tree_leaves, tree_map
 from framework.errors import RunFailedError
 from framework.parts import ModelPart, find_blocks
 
-
 Caller = Callable[[Callable[[], Any]], Any]
 """Runs the step method that it is given and returns its result."""
 
@@ -244,7 +243,7 @@ def _nothing_happened(root: nn.Module) -> Iterator[None]:
 
 
 def sendable(tensor: Tensor) -> Tensor:
-    """Return a tensor that can be an output of a stage: laid out in order, differentiable, and computed by the stage."""
+    """Return a tensor that can be an output of a stage: laid out in order, differentiable, computed there."""
     tensor = _differentiable(tensor).contiguous()
     # what only passes through would have no place in the graph for schedules that split the backward
     return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor

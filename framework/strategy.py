@@ -78,7 +78,7 @@ class MeshStrategy(ParallelStrategy):
         self.grad_norm: Tensor | None = None
         """Norm before clipping of the last optimizer step, 0-dim; None without clipping."""
         self.optimizer_calls = 0
-        """Steps of all optimizers that this process made under manual optimization, where `global_step` counts batches."""
+        """Steps of all optimizers of this process under manual optimization, where `global_step` counts batches."""
         self._batch_index = 0
         self._nothing_to_move = False
         self._forward_redirection = lightning_private.forward_redirection()

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,13 +72,13 @@ class Survey:
     stopped: str = ""
 
     def costs(self, by: str) -> list[float]:
-        """Return the cost of each segment: `flops` (the elements of the weights decide between equals) or `parameters`."""
+        """Return the cost of each segment: `flops` (between equals, the size of the weights) or `parameters`."""
         if by == "parameters":
             return [float(count) for count in self.parameters]
         return [float(count) + 1e-3 * more for count, more in zip(self.flops, self.parameters, strict=True)]
 
     def stage_of(self, cuts: Sequence[int], event: int) -> int:
-        """Return the stage that runs an event, of stages that begin with the segments `cuts` (the first not among them)."""
+        """Return the stage that runs an event; `cuts` are the segments that the second and later stages begin with."""
         return sum(event >= self.starts[segment] for segment in cuts)
 
 
@@ -229,8 +230,8 @@ def quiet(twin: LightningModule, record: Record) -> None:
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         record.keep(value)
 
-    twin.log = log  # type: ignore[method-assign, assignment]
-    twin.log_dict = lambda values, *args, **kwargs: record.keep(values)  # type: ignore[method-assign, assignment]
+    twin.log = log  # type: ignore[method-assign]
+    twin.log_dict = lambda values, *args, **kwargs: record.keep(values)  # type: ignore[method-assign]
 
 
 def cuts(costs: Sequence[float], stages: int, sent: Sequence[int | None]) -> list[int]:
@@ -260,7 +261,7 @@ def dearest(costs: Sequence[float], stages: int, sent: Sequence[int | None]) -> 
 def _share(
     costs: Sequence[float], stages: int, sent: Sequence[int | None], score: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """Dynamic programme over (stages so far, segments so far); a state keeps its ways that none beats in both numbers."""
+    """Dynamic programme over (stages, segments) so far; a state keeps the ways that none beats in both numbers."""
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -294,7 +295,7 @@ def _front(ways: list[tuple[float, float, list[int]]]) -> list[tuple[float, floa
 def stage_costs(costs: Sequence[float], chosen: Sequence[int]) -> list[float]:
     """Return the cost of each stage."""
     bounds = [0, *chosen, len(costs)]
-    return [sum(costs[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [sum(costs[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def units_of(found: Survey, chosen: Sequence[int]) -> list[str]:

@@ -185,7 +185,7 @@ class TracedStage(Stage):
             )
         for one in received:
             if one.requires_grad and torch.is_grad_enabled():
-                one.register_hook(torch.Tensor.contiguous)  # a gradient is sent, which asks for that
+                one.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]  # a gradient is sent, which asks for that
         if self.index and self.cutting.changed[self.index - 1] and torch.is_grad_enabled():
             received = tuple(one.clone() if one.is_floating_point() else one for one in received)
         marks = [mark.on(self.root) for mark in self.cutting.marks]
@@ -263,7 +263,7 @@ def cut_traced(
     units = {root.get_submodule(name): name for name in reversed(units_of(found, chosen))}
     marks = [found.marks[segment] for segment in chosen]
     cutting = Cutting(root, twin, marks, units, [found.changed[segment] for segment in chosen], device)
-    slots = [
+    slots: list[tuple[dict[str, Any], str, tuple[int, ...], Any]] = [
         (own, key, held[names[id(tensor)]], twin_own[key])
         for module, other in zip(root.modules(), twin.modules(), strict=True)
         for own, twin_own in ((module._parameters, other._parameters), (module._buffers, other._buffers))
@@ -317,7 +317,7 @@ def _belongs(
     names: Mapping[int, str],
     called: Mapping[str, int],
 ) -> bool:
-    """Whether a module is of a stage: its own weights are; if it has none, those inside; if there are none, its call."""
+    """Whether a module is of a stage: its own weights are; without any, those inside; without any, its call."""
     own = [p for p in module._parameters.values() if p is not None] or list(module.parameters())
     if own:
         return all(stage in held[names[id(parameter)]] for parameter in own)

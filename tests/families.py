@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -299,7 +300,7 @@ class Mlp(Trained):
         super().__init__()
         sizes = (192, 48, 40, 32, 24, 3)
         self.net = nn.Sequential(nn.Flatten())
-        for a, b in zip(sizes, sizes[1:], strict=False):
+        for a, b in pairwise(sizes):
             self.net.extend([nn.Linear(a, b), nn.Tanh()])
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:

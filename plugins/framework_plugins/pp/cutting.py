@@ -45,7 +45,7 @@ def tied(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def survey_of(model: Any, plan: RunPlan, device: torch.device) -> Survey | None:
-    """Return what following the model's step method showed, kept on the model; None if there is no data to follow it with.
+    """Return what following the step method showed, kept on the model; None if there is no data to follow it with.
 
     Raises:
         SurveyError: it can't be followed.

@@ -195,7 +195,7 @@ class Schedule:
         mine = [stage for stage in range(stages) if self.place(stage, ranks) == rank]
         if not by_blocks(self, module, stages):
             found = found_places(self, module, plan, stages, _device(plan))
-            return None if found is None else cut_traced(module, *found, mine, _device(plan))
+            return None if found is None else cut_traced(module, found[0], found[1], mine, _device(plan))
         path, keys = self._blocks(module)
         if self.split is None:
             ranges = split_evenly(len(keys), stages)
