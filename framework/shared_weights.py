@@ -1,7 +1,7 @@
 """Weights that several pipeline stages use (tied embeddings, a layer called twice): one weight, held several times.
 
-Each stage that uses it holds a copy under the same name, equal from the start. Before an optimizer step the gradients of
-the copies are added up, so that all make the same step; in the gradient's norm and in a checkpoint they count once.
+Each stage that uses it holds a copy under the same name, equal from the start. Before an optimizer step the gradients
+of the copies are added up, so that all make the same step; in the gradient's norm and in a checkpoint they count once.
 The copies are laid out alike on every stage (data axes lie inside a stage), so pieces of one shape are added.
 """
 

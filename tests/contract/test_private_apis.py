@@ -133,7 +133,7 @@ def test_loaders_are_found_before_a_run_sets_its_data_up() -> None:
 
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     assert callable(trainer.fit_loop._data_source.dataloader)
-    assert hasattr(trainer, "_evaluation_loop")
+    assert hasattr(type(trainer), "_evaluation_loop")
     assert callable(LightningModule._apply_batch_transfer_handler)
     manual = trainer.fit_loop.epoch_loop.manual_optimization
     assert callable(manual._on_after_step)
