@@ -34,6 +34,7 @@ fast: $(READY)
 campaign: $(READY)
 	$(BIN)/python -m pytest -m campaign --timeout 0 $(ARGS)
 	$(BIN)/python tools/mix_docs.py
+	$(BIN)/python tools/model_docs.py
 
 compiled: $(READY)
 	$(BIN)/python -m pytest -m compiled_ops --timeout 1800 $(ARGS)

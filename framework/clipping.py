@@ -7,13 +7,13 @@ stay equal. Which rank holds what is read from the parameters alone:
 
 * a DTensor is split over the mesh axes on which its placement isn't `Replicate`, and copied over the others;
 * a plain tensor is copied over the data, context and tensor axes;
-* pipeline stages hold different parameters.
+* pipeline stages hold different parameters, but for those that are said to be on several.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +31,12 @@ EPSILON = 1e-6
 """Added to the norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
-def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None, norm_type: float = 2.0) -> Tensor:
+def total_norm(
+    parameters: Iterable[nn.Parameter],
+    mesh: Mesh | None,
+    norm_type: float = 2.0,
+    holders: Mapping[nn.Parameter, int] | None = None,
+) -> Tensor:
     """Return the norm of all gradients of the whole model, the same on every rank.
 
     Collective: all ranks of the mesh call it at the same point, those without any gradient too.
@@ -40,6 +45,7 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None, norm_type:
         parameters: those of this rank, each once; the ones without gradient count as zero.
         mesh: the axes; None = one process.
         norm_type: 2, any other positive number, or infinity.
+        holders: parameters that are on several pipeline stages -> on how many; None = there are none.
 
     Returns:
         A scalar on the mesh's device, float64 if every gradient here is float64, else float32.
@@ -55,7 +61,9 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None, norm_type:
     for parameter in parameters:
         piece = _piece(parameter)
         if piece.numel():
-            groups.setdefault((_copies(parameter, mesh), piece.device, piece.dtype), []).append(piece)
+            groups.setdefault(
+                (_copies(parameter, mesh) * (holders or {}).get(parameter, 1), piece.device, piece.dtype), []
+            ).append(piece)
     # float64 on some ranks only would make the ranks' messages differ in size: the message is always float64
     total = torch.zeros((), dtype=torch.float64, device=_device(mesh, parameters))
     for (copies, _, dtype), pieces in groups.items():
@@ -82,6 +90,7 @@ def clip_(
     max_norm: float,
     norm_type: float = 2.0,
     algorithm: str = "norm",
+    holders: Mapping[nn.Parameter, int] | None = None,
 ) -> Tensor:
     """Clip all gradients in place; return their norm from before. Collective, as `total_norm`.
 
@@ -95,6 +104,7 @@ def clip_(
         norm_type: of algorithm `norm` and of the result.
         algorithm: `norm` scales all gradients of the model by one common factor; `inf_norm` is that with the norm
             infinity; `value` cuts each element to [-max_norm, max_norm].
+        holders: as of `total_norm`.
 
     Raises:
         ValueError: unknown algorithm, or a bound that isn't positive.
@@ -104,7 +114,7 @@ def clip_(
     if not max_norm > 0:
         raise ValueError(f"gradient_clip_val={max_norm} is not a bound: type a positive number, or null for none")
     parameters = list(parameters)
-    norm = total_norm(parameters, mesh, math.inf if algorithm == "inf_norm" else norm_type)
+    norm = total_norm(parameters, mesh, math.inf if algorithm == "inf_norm" else norm_type, holders)
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None and (piece := _piece(parameter)).numel():

@@ -21,6 +21,7 @@ from framework.errors import FrameworkError
 from framework.parts import ModelPart, whole
 from framework.plan import MeshSpec, RunPlan
 from framework.plugin_manager import manager_for
+from framework.state import clean
 
 
 class NoOptimizerError(FrameworkError):
@@ -151,23 +152,10 @@ def shares(plan: RunPlan, model: LightningModule, rank: int) -> Iterator[Share]:
 
 
 def part_parameters(part: ModelPart) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter of a part once, with its global name; on the meta device too.
-
-    What hangs directly on a parent of the list of blocks belongs to the first stage (`framework.stages`).
-    """
-    modules = dict(part.owned)
-    if part.index == 0:
-        for block in part.blocks:
-            words = block.split(".")[:-1]
-            for length in range(len(words) + 1):
-                parent = ".".join(words[:length])
-                modules.setdefault(parent, part.root.get_submodule(parent))
-    seen: set[nn.Parameter] = set()
-    for prefix, module in modules.items():
-        for name, parameter in module.named_parameters(prefix, recurse=False):
-            if parameter not in seen:
-                seen.add(parameter)
-                yield name, parameter
+    """Yield each parameter of a part once, with its global name; on the meta device too."""
+    with part.view:
+        named = list(nn.Module.named_parameters(part.root))
+    yield from ((clean(name), parameter) for name, parameter in named if parameter not in part.foreign)
 
 
 def split_dims(plan: RunPlan, model: LightningModule) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -46,6 +46,7 @@ class ModelPart:
         experts: modules whose parameters are DTensors over axis ep, by name: a data-parallel wrap averages their
             gradients over dp_mod_ep (and dp_replicate) instead of dp_shard.
         view: inside it `root` looks as this part sees it; entered around surgery on the part.
+        shared: parameters that several stages hold a copy of, by (first) name -> those stages.
         contexts: entered by the strategy around each step's forward and backward (`loss_parallel`, say).
         initialised: called with each parameter of a module without weights as soon as it has its initial values, for
             engines that shard a parameter only then; None = nothing to do.
@@ -63,6 +64,7 @@ class ModelPart:
     stages: int = 1
     experts: dict[str, nn.Module] = field(default_factory=dict)
     view: AbstractContextManager[None] = field(default_factory=nullcontext)
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     initialised: Callable[[nn.Parameter], None] | None = None
     reduction: Reduction | None = None

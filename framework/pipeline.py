@@ -26,7 +26,7 @@ from framework.mesh import Mesh
 from framework.metrics import Entry, Scalar
 from framework.parts import ModelPart
 from framework.plan import RunPlan
-from framework.stages import Stage
+from framework.stages import Caller, Stage
 from framework.window import batch_size, read_output
 
 if TYPE_CHECKING:
@@ -131,9 +131,9 @@ class Pipeline:
 
         with ExitStack() as guards:
 
-            def run(index: int) -> Tensor:
+            def run(index: int, call: Caller) -> Tensor:
                 with window.recorder.recording() as entries:
-                    output = self.root.training_step(micros[index], *rest, **kwargs)
+                    output = call(lambda: self.root.training_step(micros[index], *rest, **kwargs))
                 loss, weight, weighted = read_output(output, micros[index])
                 if loss is None:
                     raise UsageError(
@@ -148,6 +148,7 @@ class Pipeline:
                     guards.enter_context(torch_private.zero_leaf_gradients(loss))
                 return loss
 
+            self._learn("training_step", micros, *rest, **kwargs)
             self._run_schedule(run, count, shape_key(batch))
         self._fresh = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, accumulated, strict=True):
@@ -176,12 +177,20 @@ class Pipeline:
             window.token_reference = float(size)
         return window.token_reference
 
-    def _run_schedule(self, run: Callable[[int], Any], count: int, key: Any) -> None:
+    def _learn(self, method: str, micros: Sequence[Any], *rest: Any, **kwargs: Any) -> None:
+        """Tell the stages what comes."""
+        for index, micro in enumerate(micros):
+            for part in self.parts:
+                self._stage(part).learn(index, method, shape_key(micro), (micro, *rest), kwargs)
+
+    def _run_schedule(self, run: Callable[[int, Caller], Any], count: int, key: Any) -> None:
         if key not in self._schedules:
             stages = [
                 PipelineStage(part.module, part.index, part.stages, self.device, group=self.mesh.group("pp"))
                 for part in self.parts
             ]
+            for part in self.parts:
+                self._stage(part).rehearsing = True
             self._schedules[key] = self.make(stages, count, lambda loss, micro: self._factors[int(micro)](loss))
         numbers = torch.arange(count)
         for part in self.parts:
@@ -236,12 +245,13 @@ class Pipeline:
         sent: list[Any] = []
         key = shape_key(batch)
 
-        def run(index: int) -> Any:
+        def run(index: int, call: Caller) -> Any:
             with self.recording() as entries:
-                output = getattr(self.root, method)(micros[index], *rest, **kwargs)
+                output = call(lambda: getattr(self.root, method)(micros[index], *rest, **kwargs))
             recorder_pieces.append((output, entries, micros[index]))
             return output
 
+        self._learn(method, micros, *rest, **kwargs)
         for part in self.parts:
             stage = self._stage(part)
             stage.run = run
@@ -259,19 +269,19 @@ class Pipeline:
     recording: Callable[[], Any]
     """Set by the strategy: records `self.log` of one micro-batch."""
 
-    def place(self, stage: int) -> int:
-        """Return which rank of the pp group runs `stage`; exchanged once."""
+    def places(self) -> dict[int, int]:
+        """Return which rank of the pp group runs each stage; exchanged once."""
         if not self._places:
             mine = [part.index for part in self.parts]
             everyone: list[list[int]] = [[]] * self.mesh.size("pp")
             dist.all_gather_object(everyone, mine, group=self.mesh.group("pp"))
             self._places = {index: rank for rank, held in enumerate(everyone) for index in held}
-        return self._places[stage]
+        return self._places
 
     def _send(
         self, stage: int, micro: int, tensors: tuple[Tensor, ...], held: dict[Any, Any], sent: list[Any], key: Any
     ) -> None:
-        group, to = self.mesh.group("pp"), self.place(stage + 1)
+        group, to = self.mesh.group("pp"), self.places()[stage + 1]
         if to == dist.get_rank(group):
             held[stage + 1, micro] = tensors
             return
@@ -287,7 +297,7 @@ class Pipeline:
         if (stage, micro) in held:
             arrived: tuple[Tensor, ...] = held.pop((stage, micro))
             return arrived
-        group, source = self.mesh.group("pp"), self.place(stage - 1)
+        group, source = self.mesh.group("pp"), self.places()[stage - 1]
         if (stage - 1, micro, key) not in self._metas:
             box: list[Any] = [None]
             dist.recv_object_list(box, group=group, group_src=source, device=self.device)

@@ -19,10 +19,12 @@ are swapped in while it runs. Outside of a stage the module holds the union of w
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -31,6 +33,9 @@ from torch.overrides import TorchFunctionMode
 from framework.adapters.torch_private import tree_leaves, tree_map
 from framework.errors import RunFailedError
 from framework.parts import ModelPart, find_blocks
+
+Caller = Callable[[Callable[[], Any]], Any]
+"""Runs the step method that it is given and returns its result."""
 
 
 class _Cut(Exception):
@@ -144,19 +149,28 @@ class Stage(nn.Module):
         last_block: the stage's last block, whose result is sent on; None on the last stage.
     """
 
-    def __init__(self, root: LightningModule, view: _View, entry: _Entry | None, last_block: nn.Module | None) -> None:
+    def __init__(
+        self,
+        root: LightningModule,
+        view: AbstractContextManager[None],
+        entry: _Entry | None,
+        last_block: nn.Module | None,
+    ) -> None:
         super().__init__()
         self.root = root
         self.view = view
         self.entry = entry
         self.last_block = last_block
-        self.run: Callable[[int], Any] = self._not_running
-        """Set by `Pipeline` for the length of a step: micro-batch number -> result of the user's step method."""
+        self.run: Callable[[int, Caller], Any] = self._not_running
+        """Set by `Pipeline` for the length of a step: micro-batch number -> result of the user's step method, which is
+        called through the second argument."""
+        self.rehearsing = False
+        """Whether the next forward is only asked for shapes: torch's schedules run one when they first step."""
         self._returned: Any = None
         self.watching = False
 
     @staticmethod
-    def _not_running(micro: int) -> Any:
+    def _not_running(micro: int, call: Caller) -> Any:
         raise AssertionError("a stage runs only inside Pipeline.training_step or evaluation_step")
 
     def watch(self) -> None:
@@ -164,6 +178,9 @@ class Stage(nn.Module):
         if self.last_block is not None and not self.watching:
             self.watching = True
             self.last_block.register_forward_hook(self._note)
+
+    def learn(self, micro: int, method: str, shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Prepare for micro-batch `micro`, which step method `method` will be called for with these arguments."""
 
     def _note(self, module: nn.Module, args: Any, returned: Any) -> None:
         self._returned = returned
@@ -173,10 +190,10 @@ class Stage(nn.Module):
         index = int(micro)
         try:
             if self.entry is None:
-                result = self.run(index)
+                result = self.run(index, _plainly)
             else:
                 with self.entry.prefix(received):
-                    result = self.run(index)
+                    result = self.run(index, _plainly)
         except _Cut:
             tensors = tuple(_differentiable(leaf) for leaf in tree_leaves(self._returned) if isinstance(leaf, Tensor))
             self._returned = None
@@ -188,7 +205,11 @@ class Stage(nn.Module):
     # A stage is looked at (by FSDP2, by torch's schedules) only through its view.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.view:
-            return super().__call__(*args, **kwargs)
+            if not self.rehearsing:
+                return super().__call__(*args, **kwargs)
+            self.rehearsing = False
+            with _nothing_happened(self.root):
+                return super().__call__(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """As nn.Module, through the view."""
@@ -201,6 +222,31 @@ class Stage(nn.Module):
         with self.view:
             found = [(name, p) for name, p in super().named_parameters(*args, **kwargs) if not p.is_meta]
         yield from found
+
+
+def _plainly(step: Callable[[], Any]) -> Any:
+    return step()
+
+
+@contextmanager
+def _nothing_happened(root: nn.Module) -> Iterator[None]:
+    """Put buffers (running statistics) and random numbers back to what they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in root.buffers() if not buffer.is_meta]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices):
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    for buffer, before in buffers:
+        buffer.data.copy_(before)  # unseen by autograd: the backward of what happened is still to come
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """Return a tensor that can be an output of a stage: laid out in order, differentiable, computed there."""
+    tensor = _differentiable(tensor).contiguous()
+    # what only passes through would have no place in the graph for schedules that split the backward
+    return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
 
 
 def _differentiable(tensor: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
 from framework.precision import Precision, together
 from framework.randomness import MicroStepSeeds
+from framework.shared_weights import SharedWeights
 from framework.window import Window
 
 if TYPE_CHECKING:
@@ -69,12 +70,15 @@ class MeshStrategy(ParallelStrategy):
         self._mesh: Mesh | None = None
         self.parts: list[ModelPart] = []
         self.pipeline: Pipeline | None = None
+        self.shared: SharedWeights | None = None
         self.window: Window | None = None
         self.evaluation: Evaluation | None = None
         self.loaders: Loaders | None = None
         self.state: StateKeeper | None = None
         self.grad_norm: Tensor | None = None
         """Norm before clipping of the last optimizer step, 0-dim; None without clipping."""
+        self.optimizer_calls = 0
+        """Steps of all optimizers of this process under manual optimization, where `global_step` counts batches."""
         self._batch_index = 0
         self._nothing_to_move = False
         self._forward_redirection = lightning_private.forward_redirection()
@@ -166,6 +170,8 @@ class MeshStrategy(ParallelStrategy):
         if not self.parts or self.parts[0].root is not module:
             self.parts = parallelize(module, self.manager.hook, self.mesh, self.plan, precision, self.root_device)
             self.pipeline = self.manager.hook.make_schedule(parts=self.parts, mesh=self.mesh, plan=self.plan)
+            if self.pipeline is not None:
+                self.shared = SharedWeights(self.parts, self.mesh, self.pipeline.places())
         self.model = self.parts[0].module if self.pipeline is None else module
         last = self.parts[-1].index == self.parts[-1].stages - 1
         contributes = last and self.mesh.rank("tp") == 0
@@ -187,6 +193,8 @@ class MeshStrategy(ParallelStrategy):
                 self.setup_optimizers(trainer)
                 forget(filler, self.optimizers)
             self._hold_schedule_on_skipped_steps(module, trainer)
+            if not module.automatic_optimization:
+                lightning_private.count_batches(trainer)
         self.setup_precision_plugin()
         self.barrier("setup")
 
@@ -316,7 +324,9 @@ class MeshStrategy(ParallelStrategy):
                 precision.backward(loss, module, optimizer, *args, **kwargs)
         if window.last and not (self.pipeline is not None and self.pipeline.delayed):
             self._finish_reductions(window.dropped and self.pipeline is None)
-            window.normalise(p for part in self.parts for p in part.parameters())
+            if self.shared is not None:
+                self.shared.add_up()
+            window.normalise(dict.fromkeys(p for part in self.parts for p in part.parameters()))
         return precision.post_backward(loss, module)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -373,6 +383,7 @@ class MeshStrategy(ParallelStrategy):
             value,
             norm_type=float("inf") if algorithm == "inf_norm" else 2.0,
             algorithm="value" if algorithm == "value" else "norm",
+            holders=self.shared.holders if self.shared is not None else None,
         )
 
     def _evaluate(self, method: str, *args: Any, **kwargs: Any) -> Any:

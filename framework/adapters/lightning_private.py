@@ -126,6 +126,33 @@ def move_to_batch(trainer: Any, saved: int, now: int, length: int | None) -> Non
     progress.is_last_batch = length is not None and now >= length
 
 
+def count_batches(trainer: Any) -> None:
+    """Under manual optimization, have `global_step` count batches in which an optimizer stepped, not calls (P24).
+
+    Lightning counts every call of every optimizer, so with two of them `max_steps`, checkpoints and logs come twice as
+    early. The calls stay available as `trainer.strategy.optimizer_calls`.
+    """
+    loop = trainer.fit_loop.epoch_loop.manual_optimization
+    profiler, progress, end = trainer.profiler, loop.optim_step_progress, loop.on_run_end
+    calls = [0]
+
+    def after() -> None:
+        profiler.stop("optimizer_step")
+        calls[0] += 1
+
+    def on_run_end() -> Any:
+        if calls[0]:
+            progress.increment_ready()
+            progress.increment_completed()
+            trainer.strategy.optimizer_calls += calls[0]
+            calls[0] = 0
+        return end()
+
+    loop._on_before_step = lambda: profiler.start("optimizer_step")
+    loop._on_after_step = after
+    loop.on_run_end = on_run_end
+
+
 def at_last_batch(trainer: Any) -> bool:
     """Return whether the batch that is trained (or was trained last) is the last of its epoch."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
@@ -191,3 +218,15 @@ def _settle(loop: Any) -> None:
             progress.completed = progress.ready - 1
         loop.epoch_loop._batches_that_stepped -= 1
         loop.restarting = True
+
+
+def loader_source(trainer: Any) -> Any:
+    """Return the training (in an evaluation its own) loaders as the user made them, before the run sets its data up."""
+    loop = trainer.fit_loop if trainer.state.fn == "fit" else trainer._evaluation_loop
+    return loop._data_source.dataloader()
+
+
+def moved(trainer: Any, module: LightningModule, batch: Any, device: torch.device) -> Any:
+    """Return a batch as a step method gets it: in the run's precision, after the hooks around the transfer."""
+    converted = trainer.precision_plugin.convert_input(batch)
+    return module._apply_batch_transfer_handler(converted, device=device, dataloader_idx=0)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -359,6 +360,16 @@ def global_indices(tensor: DTensor) -> list[Tensor]:
     if tuple(map(len, axes)) != tuple(local.shape):
         raise RuntimeError(f"Unknown layout {tensor.placements} of a tensor of shape {tuple(tensor.shape)}")
     return axes
+
+
+def around_calls(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have every call of `module` become `call(run, *args, **kwargs)`, hooks and compilation within `run`.
+
+    The attribute is the one that `Module.compile` sets; a wrapper module instead would change names and types, a hook
+    couldn't leave the call out.
+    """
+    inner = module._compiled_call_impl or module._call_impl
+    module._compiled_call_impl = partial(call, inner)
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:

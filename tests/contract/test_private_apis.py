@@ -132,6 +132,38 @@ def test_a_table_of_actions_is_lowered_by_torch() -> None:
     assert made.scale_grads is False
 
 
+def test_calls_of_a_module_can_be_taken_over() -> None:
+    """`around_calls` uses the attribute that `Module.compile` sets; hooks stay inside of the call."""
+    from torch import nn, ones
+
+    from framework.adapters.torch_private import around_calls
+
+    layer, seen = nn.Linear(2, 2), []
+    layer.register_forward_hook(lambda *_: seen.append("hook"))
+
+    def call(run: object, *args: object) -> object:
+        seen.append("call")
+        return run(*args)  # type: ignore[operator]
+
+    around_calls(layer, call)
+    layer(ones(1, 2))
+    assert seen == ["call", "hook"]
+
+
+def test_loaders_are_found_before_a_run_sets_its_data_up() -> None:
+    """`loader_source`, `moved` and `count_batches` reach for these."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert callable(trainer.fit_loop._data_source.dataloader)
+    assert hasattr(type(trainer), "_evaluation_loop")
+    assert callable(LightningModule._apply_batch_transfer_handler)
+    manual = trainer.fit_loop.epoch_loop.manual_optimization
+    assert callable(manual._on_after_step)
+    assert callable(manual._on_before_step)
+    assert hasattr(manual.optim_step_progress, "increment_completed")
+
+
 def test_a_selectively_checkpointed_region_hands_out_its_outputs_again() -> None:
     """`RepeatableReplay` reaches for `storage` of the second context; without it torch refuses a second time."""
     import torch

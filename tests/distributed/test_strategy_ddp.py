@@ -16,8 +16,8 @@ from plans import make_plan, option
 from torch import nn
 from user_modules import Mlp, Scalar, regression, tokens
 
+from framework.reduction import GradientReduction
 from framework.testing import RanksError
-from framework_plugins.strategy.reduction import GradientReduction
 
 DATA = regression(samples=32)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -18,10 +18,10 @@ from framework.clipping import clip_, total_norm
 from framework.mesh import Mesh
 from framework.parts import ModelPart, whole
 from framework.plan import MeshSpec, RunPlan
+from framework.reduction import GradientReduction
 from framework.verify.reference import Bounds, Result, disagreements, train
 from framework_plugins.activation.full import Full
 from framework_plugins.activation.selective import Selective
-from framework_plugins.strategy.reduction import GradientReduction
 from framework_plugins.tp.dtensor import DTensorParallel
 from framework_plugins.tp.layers import LayerParallel
 from framework_plugins.tp.megatron import MegatronParallel

@@ -83,7 +83,7 @@ def test_ranks_that_read_different_samples_need_a_sampler():
 
 def test_what_the_model_cant_do_has_nearest_mixes_too():
     with pytest.raises(PlanError) as caught:
-        compose(["+strategy=ddp", "+pp=gpipe", "model.tied=true"])
+        compose(["+strategy=ddp", "+pp=gpipe", "model.tied=true", "pp.cut=blocks"])
     assert "tied" in str(caught.value)
     assert caught.value.nearest == ("strategy=ddp pp=none",)
     assert "Nearest mixes that work: strategy=ddp pp=none" in str(caught.value)

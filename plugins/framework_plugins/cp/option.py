@@ -149,10 +149,9 @@ class ContextParallel:
         """Average gradients over cp where no strategy is chosen that does it together with its own axes."""
         if mesh.size("cp") == 1 or plan.chosen("strategy") is not None:
             return
-        from framework.adapters.torch_private import replicate
+        from framework.reduction import GradientReduction
 
-        for block_or_root in (*part.blocks.values(), part.module):
-            replicate(block_or_root, mesh["cp"], part.foreign)
+        part.reduction = GradientReduction.of_part(part, plan, mesh.group("cp"))
 
 
 def check_balance(balance: str) -> None:

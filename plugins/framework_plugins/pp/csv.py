@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from framework import Problem, RunPlan, hookimpl
 from framework_plugins.pp import actions
@@ -30,8 +30,12 @@ class Csv(Schedule):
         microbatches: pieces that a rank's batch is cut into; null = those of the file.
     """
 
+    otherwise: ClassVar[str] = "pp=1f1b pp.cut=graph"
+
     schedule: str = field(init=False, default="csv")
     stages_per_rank: int = field(init=False, default=1)
+    cut: str = field(init=False, default="blocks")
+    balance: str | None = field(init=False, default=None)
     file: str | None = None
     table: actions.Table | None = field(init=False, default=None, repr=False)
     faults: list[str] = field(init=False, default_factory=list, repr=False)
@@ -89,9 +93,11 @@ class Csv(Schedule):
             f"backward takes two forwards; micro-batches whose activations are alive at most: {held}."
         ]
 
-    def _mine(self, rank: int, ranks: int) -> list[int]:
-        assert self.table is not None
-        return self.table.of_rank(rank)
+    def place(self, stage: int, ranks: int) -> int:
+        """Return which of `ranks` runs `stage`."""
+        table = self.table
+        assert table is not None
+        return next(rank for rank in range(ranks) if stage in table.of_rank(rank))
 
     @hookimpl
     def make_schedule(self, parts: list[ModelPart], mesh: Mesh, plan: RunPlan) -> Pipeline | None:

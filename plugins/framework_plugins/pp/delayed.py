@@ -40,7 +40,7 @@ from framework.metrics import Scalar, add_up, numbers
 from framework.parts import ModelPart
 from framework.pipeline import Pipeline, shape_key
 from framework.plan import RunPlan
-from framework.stages import Stage
+from framework.stages import Caller, Stage
 from framework.window import read_output
 
 if TYPE_CHECKING:
@@ -227,9 +227,9 @@ class DelayedPipeline(Pipeline):
             tensor.requires_grad_(tensor.is_floating_point())
         unit = _Unit(batch, index, received, ())
 
-        def run(_: int) -> Tensor:
+        def run(_: int, call: Caller) -> Tensor:
             with window.recorder.recording() as entries:
-                output = self.root.training_step(micro, *rest, **kwargs)
+                output = call(lambda: self.root.training_step(micro, *rest, **kwargs))
             loss, weight, weighted = read_output(output, micro)
             if loss is None:
                 raise UsageError(
@@ -286,11 +286,11 @@ class DelayedPipeline(Pipeline):
 
     def _send_back(self, tensor: Tensor) -> None:
         tensor = tensor.detach()
-        work = dist.isend(tensor, group=self._back, group_dst=self.place(self.part.index - 1))
+        work = dist.isend(tensor, group=self._back, group_dst=self.places()[self.part.index - 1])
         self._sent.append((work, tensor))
 
     def _receive_back(self, buffer: Tensor) -> Tensor:
-        dist.recv(buffer, group=self._back, group_src=self.place(self.part.index + 1))
+        dist.recv(buffer, group=self._back, group_src=self.places()[self.part.index + 1])
         return buffer
 
     # -- what all ranks know ---------------------------------------------------------------------------------------

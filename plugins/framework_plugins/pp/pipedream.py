@@ -34,8 +34,12 @@ class Delayed(Schedule):
 
     variants: ClassVar[tuple[str, ...]] = ()
 
+    otherwise: ClassVar[str] = f"pp={SYNCHRONOUS} pp.cut=graph"
+
     schedule: str = field(init=False, default="")
     stages_per_rank: int = field(init=False, default=1)
+    cut: str = field(init=False, default="blocks")
+    balance: str | None = field(init=False, default=None)
     sync_every: int = 10
     trace_versions: bool = False
 
@@ -112,9 +116,6 @@ class Delayed(Schedule):
         from lightning.pytorch.utilities.model_helpers import is_overridden
 
         problems = list(super().check_model(plan, model))
-        tied = self._tied(model, self.blocks or "")
-        if tied and not any("tied" in problem.reason for problem in problems):
-            problems += tied
         if is_overridden("optimizer_step", model):
             name = type(model).__name__
             reason = f"{name} has an optimizer_step of its own, and steps are also made outside of Lightning's loop"

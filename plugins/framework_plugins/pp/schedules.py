@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from framework import Problem, Requirements, RunPlan, hookimpl
 
@@ -30,6 +30,8 @@ SINGLE = ("gpipe", "1f1b")
 """Schedules with one stage a rank."""
 V_SHAPED = ("zbv", "dualpipev")
 """Rank r holds stages r and 2p - 1 - r."""
+CUTS = ("auto", "blocks", "graph")
+BALANCES = ("flops", "parameters")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,7 +45,13 @@ class Schedule:
         stages_per_rank: stages that each rank runs in turn.
         blocks: name of the list of blocks to cut between (`model.layers`); null = the model's longest one.
         split: number of blocks of each stage, first to last; null = as even as it goes.
+        cut: `blocks` cuts between the blocks of a list, `graph` wherever a weight is first used, so that stages cost
+            alike; `auto` takes blocks where most of the weights lie in one list of them.
+        balance: what `cut=graph` makes alike: `flops` or `parameters`; null = flops. Setting it chooses `graph`.
     """
+
+    otherwise: ClassVar[str] = "pp.cut=graph"
+    """What to type where blocks can't be cut."""
 
     schedule: str = "gpipe"
     size: int | None = None
@@ -51,6 +59,8 @@ class Schedule:
     stages_per_rank: int = 1
     blocks: str | None = None
     split: list[int] | None = None
+    cut: str = "auto"
+    balance: str | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in CLASSES:
@@ -61,6 +71,14 @@ class Schedule:
             raise ValueError(f"pp.stages_per_rank={self.stages_per_rank}: pp={self.schedule} has one stage a rank.")
         if self.schedule in V_SHAPED and self.stages_per_rank != 2:
             raise ValueError(f"pp.stages_per_rank={self.stages_per_rank}: pp={self.schedule} has two stages a rank.")
+        if self.cut not in CUTS:
+            raise ValueError(f"pp.cut={self.cut} is unknown; choose one of {', '.join(CUTS)}.")
+        if self.balance not in (None, *BALANCES):
+            raise ValueError(f"pp.balance={self.balance} is unknown; choose one of {', '.join(BALANCES)}.")
+        if self.balance and (self.cut == "blocks" or self.blocks or self.split):
+            raise ValueError(f"pp.balance={self.balance} is for pp.cut=graph; leave out what is set of blocks.")
+        if self.cut == "graph" and (self.blocks or self.split):
+            raise ValueError("pp.cut=graph finds its places itself; leave pp.blocks and pp.split out.")
         if self.stages_per_rank < 1:
             raise ValueError(f"pp.stages_per_rank={self.stages_per_rank} must be at least 1.")
 
@@ -71,14 +89,8 @@ class Schedule:
 
     @hookimpl
     def requirements(self) -> Requirements:
-        """A stage can't share weights with another one yet."""
-        return Requirements(
-            gives=frozenset({"pipeline"}),
-            excludes=frozenset({"tied_weights_over_stages"}),
-            why={
-                "tied_weights_over_stages": "tied weights would lie on two stages, and nobody adds up their gradients"
-            },
-        )
+        """Gives a pipeline."""
+        return Requirements(gives=frozenset({"pipeline"}))
 
     @hookimpl
     def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
@@ -116,14 +128,34 @@ class Schedule:
         """Blocks that can't be cut as asked, weights used on two stages, steps that a pipeline can't run."""
         from lightning.pytorch.utilities.model_helpers import is_overridden
 
-        problems = []
+        from framework_plugins.pp.cutting import by_blocks, complaints
+
+        problems: list[Problem] = []
         stages = plan.mesh.pp * self.stages_per_rank
+        if not model.automatic_optimization:
+            problems.append(Problem(f"pp={self.schedule}", "a pipeline runs no manual optimization", "pp=none"))
+        if is_overridden("backward", model):
+            problems.append(
+                Problem(f"pp={self.schedule}", f"{type(model).__name__} has a backward of its own", "pp=none")
+            )
+        if by_blocks(self, model, stages):
+            problems += self._complaints_of_blocks(plan, model, stages)
+        elif not problems:
+            problems += complaints(self, plan, model, stages)
+        return problems
+
+    def _complaints_of_blocks(self, plan: RunPlan, model: Any, stages: int) -> list[Problem]:
+        from framework_plugins.pp.cutting import tied
+
+        problems = []
         try:
             path, keys = self._blocks(model)
         except ValueError as error:
             return [
                 Problem(
-                    f"pp.blocks={self.blocks or 'null'}", str(error), "pp.blocks=NAME of a list of modules, or pp=none"
+                    f"pp.blocks={self.blocks or 'null'}",
+                    str(error),
+                    f"pp.blocks=NAME of a list of modules, {self.otherwise}, or pp=none",
                 )
             ]
         if len(keys) < stages:
@@ -145,28 +177,9 @@ class Schedule:
                     f"{stages} numbers of at least 1 that add up to {len(keys)}",
                 )
             )
-        problems += self._tied(model, path)
-        if not model.automatic_optimization:
-            problems.append(Problem(f"pp={self.schedule}", "a pipeline runs no manual optimization", "pp=none"))
-        if is_overridden("backward", model):
-            problems.append(
-                Problem(f"pp={self.schedule}", f"{type(model).__name__} has a backward of its own", "pp=none")
-            )
-        return problems
-
-    def _tied(self, model: Any, path: str) -> list[Problem]:
-        seen: dict[Any, str] = {}
-        problems = []
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            first = seen.setdefault(parameter, name)
-            if first != name:
-                problems.append(
-                    Problem(
-                        f"pp={self.schedule}",
-                        f"'{first}' and '{name}' are one tied parameter, which would lie on two stages",
-                        "model.tied=false" if hasattr(model, "tied") or path == "layers" else "pp=none",
-                    )
-                )
+        for first, name in tied(model):
+            reason = f"'{first}' and '{name}' are one tied parameter, which would lie on two stages of blocks"
+            problems.append(Problem(f"pp={self.schedule}", reason, self.otherwise))
         return problems
 
     def _blocks(self, model: Any) -> tuple[str, list[str]]:
@@ -180,27 +193,32 @@ class Schedule:
         from itertools import accumulate
 
         from framework.stages import cut, split_evenly
+        from framework.traced_stages import cut_traced
+        from framework_plugins.pp.cutting import by_blocks, found_places
 
         ranks, rank = mesh.size("pp"), mesh.rank("pp")
         stages = ranks * self.stages_per_rank
+        mine = [stage for stage in range(stages) if self.place(stage, ranks) == rank]
+        if not by_blocks(self, module, stages):
+            found = found_places(self, module, plan, stages, _device(plan))
+            return None if found is None else cut_traced(module, found[0], found[1], mine, _device(plan))
         path, keys = self._blocks(module)
         if self.split is None:
             ranges = split_evenly(len(keys), stages)
         else:
             ends = list(accumulate(self.split))
             ranges = [range(end - size, end) for end, size in zip(ends, self.split, strict=True)]
-        return cut(module, path, ranges, self._mine(rank, ranks))
+        return cut(module, path, ranges, mine)
 
-    def _mine(self, rank: int, ranks: int) -> list[int]:
-        """Return the stages of a rank, ascending."""
-        if self.schedule in V_SHAPED:
-            return [rank, ranks * self.stages_per_rank - 1 - rank]
-        return [rank + ranks * turn for turn in range(self.stages_per_rank)]
+    def place(self, stage: int, ranks: int) -> int:
+        """Return which of `ranks` runs `stage`."""
+        if self.schedule in V_SHAPED and stage >= ranks:
+            return 2 * ranks - 1 - stage
+        return stage % ranks
 
     @hookimpl
     def make_schedule(self, parts: list[ModelPart], mesh: Mesh, plan: RunPlan) -> Pipeline | None:
         """Bind the stages to torch's schedule."""
-        import torch
         from torch.distributed import pipelining
         from torch.distributed.pipelining import schedules
 
@@ -214,5 +232,10 @@ class Schedule:
             # gradients are scaled in the loss function, by the weight of each micro-batch
             return cls(mine, n_microbatches=microbatches, loss_fn=loss_fn, scale_grads=False)
 
-        device = torch.device("cpu") if plan.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
-        return Pipeline(parts, mesh, plan, make, device)
+        return Pipeline(parts, mesh, plan, make, _device(plan))
+
+
+def _device(plan: RunPlan) -> Any:
+    import torch
+
+    return torch.device("cpu") if plan.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())

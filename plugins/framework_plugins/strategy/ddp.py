@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 REDUCTIONS = ("bucketed", "overlap")
 HOOKS = ("none", "fp16", "bf16", "powersgd")
-BUCKET_MB = 25.0
-"""Size of a bucket of `reduction=bucketed`, as torch's wrapper has it."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -148,25 +146,18 @@ class DDP:
         return self.reduction == "overlap" or plan.mesh.tp > 1 or plan.mesh.pp > 1
 
     def _reduce(self, part: ModelPart, mesh: Mesh, plan: RunPlan) -> None:
+        from framework.reduction import BUCKET_BYTES, GradientReduction
         from framework_plugins.strategy.compression import WIRE
-        from framework_plugins.strategy.reduction import GradientReduction
 
-        mine = set(part.parameters())
-        whole = BUCKET_MB if self.reduction == "bucketed" else 0.0
-        pipeline = part.stages > 1
-        # In a pipeline a gradient is final after the last micro-batch, if it isn't added to those of earlier
-        # micro-steps later; where a rank runs several stages their buckets have no common order.
-        early = not pipeline or (plan.batch.accumulation == 1 and part.stages == mesh.size("pp"))
-        part.reduction = GradientReduction(
-            {name: parameter for name, parameter in part.root.named_parameters() if parameter in mine},
+        usual = BUCKET_BYTES if self.reduction == "bucketed" else 0
+        part.reduction = GradientReduction.of_part(
+            part,
+            plan,
             mesh.reducing("dp_replicate").get_group(),
-            bucket_bytes=int((self.bucket_cap_mb or whole) * 2**20),
+            bucket_bytes=usual if self.bucket_cap_mb is None else int(self.bucket_cap_mb * 2**20),
+            buffers=self.broadcast_buffers,
             wire_dtype=WIRE[self.hook],
-            backwards=plan.batch.microbatches if pipeline else 1,
-            early=early,
-            own_gradients=not pipeline,
             find_unused=self.find_unused_parameters,
-            buffers_of=part.owned.values() if self.broadcast_buffers else (),
         )
 
     def _wrap(self, part: ModelPart, mesh: Mesh) -> None:

@@ -25,7 +25,8 @@ from torch import fx, nn
 
 from framework.errors import UsageError
 from framework.parts import find_blocks
-from framework_plugins.tp.layout import HEAD_COUNTS, matches, parent
+from framework.patterns import matches
+from framework_plugins.tp.layout import HEAD_COUNTS, parent
 from framework_plugins.tp.reading import RANK, Reading
 
 

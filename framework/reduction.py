@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,13 @@ from torch import Tensor, nn
 
 from framework.errors import RunFailedError
 from framework.precision import local
+
+if TYPE_CHECKING:
+    from framework.parts import ModelPart
+    from framework.plan import RunPlan
+
+BUCKET_BYTES = 25 * 2**20
+"""Largest bucket unless one is asked for: that of torch's wrapper."""
 
 
 class _Bucket:
@@ -114,6 +121,34 @@ class GradientReduction:
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._counting(bucket))  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of_part(
+        cls,
+        part: ModelPart,
+        plan: RunPlan,
+        group: dist.ProcessGroup,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        buffers: bool = True,
+        **settings: Any,
+    ) -> GradientReduction:
+        """Return the reduction of a part's parameters; other arguments as in the constructor.
+
+        In a pipeline a gradient is final after the last micro-batch, if it isn't added to those of earlier micro-steps
+        later; where a rank runs several stages their buckets have no common order.
+        """
+        mine, pipeline = set(part.parameters()), part.stages > 1
+        return cls(
+            {name: parameter for name, parameter in part.root.named_parameters() if parameter in mine},
+            group,
+            bucket_bytes=bucket_bytes,
+            backwards=plan.batch.microbatches if pipeline else 1,
+            early=not pipeline or (plan.batch.accumulation == 1 and part.stages == plan.mesh.pp),
+            own_gradients=not pipeline,
+            buffers_of=part.owned.values() if buffers else (),
+            **settings,
+        )
 
     def _counting(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         def accumulated(parameter: Tensor) -> None:

@@ -1,0 +1,115 @@
+"""How a model is cut: between its blocks, or at any weight by cost; which of the two fits, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from framework import Problem, RunPlan
+from framework.errors import PlanError
+from framework.example_batch import example_batch
+from framework.parts import find_blocks
+from framework.plugin_manager import manager_for
+from framework.survey import Survey, SurveyError, cuts, holders, survey
+
+if TYPE_CHECKING:
+    from framework_plugins.pp.schedules import Schedule
+
+SURVEY = "_pipeline_survey"
+"""Attribute of a LightningModule that keeps its survey."""
+
+
+def by_blocks(option: Schedule, model: nn.Module, stages: int) -> bool:
+    """Return whether the model is cut between blocks.
+
+    `auto`: if the setting names blocks; else if the model's weights lie for the most part in one list of blocks, long
+    enough, and none is tied to another.
+    """
+    if option.cut != "auto" or option.blocks or option.split or option.balance:
+        return option.cut == "blocks" or (option.cut == "auto" and not option.balance)
+    blocks = find_blocks(model)
+    if len({name.rpartition(".")[0] for name in blocks}) != 1 or len(blocks) < stages:
+        return False
+    inside = sum(parameter.numel() for block in blocks.values() for parameter in block.parameters())
+    return 2 * inside >= sum(parameter.numel() for parameter in model.parameters()) and not tied(model)
+
+
+def tied(model: nn.Module) -> list[tuple[str, str]]:
+    """Return pairs of names of one parameter."""
+    seen: dict[nn.Parameter, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return [(seen[p], name) for name, p in named if seen.setdefault(p, name) != name]
+
+
+def survey_of(model: Any, plan: RunPlan, device: torch.device) -> Survey | None:
+    """Return what following the step method showed, kept on the model; None if there is no data to follow it with.
+
+    Raises:
+        SurveyError: it can't be followed.
+    """
+    found: Survey | None = model.__dict__.get(SURVEY)
+    if found is None:
+        batch = example_batch(model, plan, device)
+        if batch is None:
+            return None
+        precision = manager_for(plan).hook.make_precision(plan=plan)
+        if precision is None:
+            found = survey(model, batch)
+        else:
+            with precision.train_step_context():
+                found = survey(model, precision.convert_input(batch), precision.convert_module)
+        model.__dict__[SURVEY] = found
+    return found
+
+
+def complaints(option: Schedule, plan: RunPlan, model: Any, stages: int) -> list[Problem]:
+    """Say why the model can't be cut by cost into so many stages."""
+    words = f"pp={option.schedule}"
+    name = type(model).__name__
+    try:
+        found = survey_of(model, plan, torch.device("cpu"))
+        if found is None:
+            return []
+        chosen = places(option, found, stages)
+        holders(found, chosen, dict.fromkeys(n for n, _ in [*model.named_parameters(), *model.named_buffers()]))
+    except SurveyError as error:
+        fix = "pp.cut=blocks, or pp=none" if find_blocks(model) else "pp=none"
+        return [Problem(words, f"{name} can't be cut by cost: {error}", fix)]
+    except ValueError:
+        assert found is not None
+        here = [str(mark) for mark, size in zip(found.marks[1:], found.sent[1:], strict=True) if size is not None]
+        listed = ", ".join(here[:3]) + (", ..." if len(here) > 3 else "") if here else "none"
+        reason = f"{name} can be cut in {len(here)} places ({listed}), too few for {stages} stages"
+        fix = f"pp.size={(len(here) + 1) // option.stages_per_rank}" if here else "pp=none"
+        return [Problem(words, reason, fix)]
+    return _on_one_rank(option, plan, model, found, chosen)
+
+
+def _on_one_rank(option: Schedule, plan: RunPlan, model: Any, found: Survey, chosen: Sequence[int]) -> list[Problem]:
+    """A shared weight that one rank holds for two of its stages can't be managed by two data-parallel wraps."""
+    if option.stages_per_rank == 1 or plan.mesh.data_ranks == 1:
+        return []
+    held = holders(found, chosen, dict.fromkeys(name for name, _ in model.named_parameters()))
+    for name, stages in held.items():
+        ranks = [option.place(stage, plan.mesh.pp) for stage in stages]
+        if len(set(ranks)) < len(ranks):
+            reason = f"one rank would hold '{name}' for stages {', '.join(map(str, stages))} of its own"
+            return [Problem(f"pp={option.schedule}", reason, "pp=gpipe or pp=1f1b")]
+    return []
+
+
+def places(option: Schedule, found: Survey, stages: int) -> list[int]:
+    """Return the segments that the second and later stages begin with; ValueError if there are too few."""
+    return cuts(found.costs(option.balance or "flops"), stages, found.sent)
+
+
+def found_places(option: Schedule, model: Any, plan: RunPlan, stages: int, device: torch.device) -> Any:
+    """Return the survey and the places in a rank; PlanError if the model can't be cut, None if nothing is known."""
+    problems = complaints(option, plan, model, stages)
+    if problems:
+        raise PlanError(problems)
+    found = survey_of(model, plan, device)
+    return None if found is None else (found, places(option, found, stages))
