@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -35,6 +34,7 @@ from framework.empty_stage import forget, placeholder
 from framework.errors import RunFailedError, UsageError
 from framework.evaluation import Evaluation, Piece
 from framework.mesh import Mesh
+from framework.mesh_collectives import MeshCollectives
 from framework.parallelize import parallelize
 from framework.parts import ModelPart
 from framework.plan import RunPlan
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(MeshCollectives):
     """Runs a LightningModule over the mesh of a plan.
 
     Args:
@@ -90,13 +90,6 @@ class MeshStrategy(ParallelStrategy):
         if self._manager is None:
             self._manager = manager_for(self.plan)
         return self._manager
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh; exists once the processes are connected."""
-        if self._mesh is None:
-            raise RunFailedError("The mesh exists only after the processes were connected (in Trainer.fit).")
-        return self._mesh
 
     @property
     def is_distributed(self) -> bool:
@@ -427,42 +420,6 @@ class MeshStrategy(ParallelStrategy):
             raise UsageError("predict would return pieces of sequences under context parallelism: type cp=none.")
         with self._precision.predict_step_context(), self._contexts():
             return self._run("predict_step", *args, **kwargs)
-
-    # -- collectives -----------------------------------------------------------------------------------------------
-    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a metric over the data axes (ranks that differ on tp or pp hold the same value)."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        result = tensor.to(self.root_device).clone()
-        name = str(reduce_op or "sum").lower().removeprefix("redoptype.")
-        name = {"avg": "mean"}.get(name, name)
-        op = getattr(dist.ReduceOp, {"mean": "SUM"}.get(name, name.upper()))
-        if group is not None:
-            dist.all_reduce(result, op, group=group)
-            return result / dist.get_world_size(group) if name == "mean" else result
-        for axis in ("dp_replicate", "dp_shard", "cp"):
-            if self.mesh.size(axis) > 1:
-                dist.all_reduce(result, op, group=self.mesh.group(axis))
-        return result / (self.plan.mesh.data_ranks * self.plan.mesh.cp) if name == "mean" else result
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all (or any) ranks of the world decided so."""
-        flag = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag.item())
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object from global rank `src` to all."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src=src)
-        return box[0]
 
     def model_to_device(self) -> None:
         """Nothing to do: `parallelize` puts each shard on its device."""
