@@ -111,8 +111,8 @@ def measure(ranks: int, steps: int, names: Iterable[str] | None = None) -> dict[
 
     report = {}
     with WorkerPool() as pool, tempfile.TemporaryDirectory() as folder:
-        for name in names or ROWS:
-            run_dir = os.path.join(folder, name.replace(" ", "_"))
+        for number, name in enumerate(names or ROWS):
+            run_dir = os.path.join(folder, str(number))
             words = f"{ROWS[name]} {COMMON} devices={ranks} trainer.max_steps={WARMUP + steps} run_dir={run_dir}"
             plan = compose(words.split())
             found = pool.run(train, ranks, plan.to_dict(), process_group=False, timeout=600.0)
