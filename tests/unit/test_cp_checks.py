@@ -91,6 +91,15 @@ def test_plans_that_are_refused(words: str, wanted: str) -> None:
     assert wanted in str(error.value)
 
 
+def test_what_is_a_sequence_may_be_typed() -> None:
+    words = ["cp=ring", "cp.seq_dims={inputs: 1, targets: 1, positions: 1, mask: null}"]
+    assert compose(words).components["cp"]["seq_dims"] == {**DIMS, "mask": None}
+    with pytest.raises(PlanError, match="has no `positions`"):
+        compose(["cp=ring", "cp.seq_dims={inputs: 1}"])
+    with pytest.raises(PlanError, match="MLP has no attribute `cp_plan`"):
+        compose(["cp=ring", "model=mlp", "data=digits"])
+
+
 def test_a_strategy_that_does_not_reduce_over_the_pieces_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     compose(["cp=ring", "strategy=fsdp"])
     without = FSDP.requirements
