@@ -71,6 +71,7 @@ def test_a_module_that_tp_splits_too() -> None:
         (["+strategy=fsdp", "+ep=alltoall", "ep.size=4"], ["6 experts, which 4 ranks can't share", "ep.size=3"]),
         (["+strategy=fsdp", "+ep=alltoall", "model=gpt"], ["GPT has no attribute `ep_plan`"]),
         (["+strategy=fsdp", "+ep=alltoall", "ep.size=0"], ["ep.size=0"]),
+        (["+strategy=fsdp", "+ep=alltoall", "+pp=gpipe", "+activation=selective"], ["Type activation=full"]),
         (["model.top_k=7"], ["top_k=7 must be between 1 and experts=6"]),
         (["model.capacity_factor=0"], ["capacity_factor=0"]),
     ],

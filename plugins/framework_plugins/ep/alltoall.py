@@ -46,11 +46,15 @@ class AllToAll:
 
     @hookimpl
     def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
-        """A router must see whole sequences."""
-        if plan.mesh.cp > 1 and plan.mesh.ep > 1:
+        """A router must see whole sequences; a kept output must be found again."""
+        found = []
+        if plan.mesh.ep > 1 and plan.mesh.cp > 1:
             reason = "a rank would route pieces of sequences, and nobody has shown that this equals one process"
-            return [Problem("ep=alltoall", f"with cp={plan.chosen('cp')} {reason}", "cp=none or ep=none")]
-        return []
+            found.append(Problem("ep=alltoall", f"with cp={plan.chosen('cp')} {reason}", "cp=none or ep=none"))
+        if plan.mesh.ep > 1 and plan.mesh.pp > 1 and plan.chosen("activation") == "selective":
+            reason = "experts are gathered inside of blocks, which torch can't recompute twice with some outputs kept"
+            found.append(Problem("activation=selective", f"with ep and pp {reason}", "activation=full"))
+        return found
 
     @hookimpl
     def check_model(self, plan: RunPlan, model: Any) -> Sequence[Problem]:
