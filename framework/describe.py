@@ -134,6 +134,8 @@ def _stages(plan: RunPlan, model: LightningModule) -> list[RenderableType]:
         rank = next(rank for rank in range(plan.world_size) if plan.mesh.coordinate(rank)["pp"] == stage)
         parts = stage_parts(plan, model, rank)
         said = [f"stage {part.index}: {_modules(part)}" for part in parts]
+        if parts[0].stages == 1:  # a cut that asks for a batch, and the data for a Trainer
+            said = ["a stage of like cost, found by the ranks; bytes below are those of the whole model"]
         table.add_row(f"pp {stage}", "; ".join(said))
     return [table]
 

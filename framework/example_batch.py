@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -14,12 +15,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from framework import objects
 from framework.adapters import lightning_private
 from framework.adapters.torch_private import tree_map
+from framework.errors import UsageError
 from framework.plan import RunPlan
 from framework.window import batch_size
 
+log = logging.getLogger(__name__)
+
 
 def example_batch(module: LightningModule, plan: RunPlan, device: torch.device) -> Any:
-    """Return a micro-batch as the step method gets it; None if the plan names no data and there is no Trainer.
+    """Return a micro-batch as the step method gets it; None if there is no Trainer yet, and no data without one.
 
     In a worker it comes from the Trainer's own data, in the launcher from the plan's; nothing is read twice in training
     but these samples.
@@ -29,10 +33,14 @@ def example_batch(module: LightningModule, plan: RunPlan, device: torch.device) 
         loader: Any = lightning_private.loader_source(trainer)
     elif plan.components.get("data"):
         spec = {key: value for key, value in plan.components["data"].items() if key != "option"}
-        data = objects.build(spec)
-        data.prepare_data()
-        data.setup("fit")
-        loader = data.train_dataloader()
+        try:
+            data = objects.build(spec)
+            data.prepare_data()
+            data.setup("fit")
+            loader = data.train_dataloader()
+        except (UsageError, AttributeError, RuntimeError) as error:
+            log.info("The data can't be read before there is a Trainer (%s): the ranks check the cut.", error)
+            return None
     else:
         return None
     batch = _first(loader, plan.batch.micro_batch_size)
