@@ -357,7 +357,7 @@ MUTANTS = (
     Mutant("cp: each rank counts positions from 0", "cp=ring",
            {"framework_plugins.cp.sequences.BatchCut.__call__": _places_from_zero}),
     Mutant("cp: gradients aren't reduced over the pieces", "cp=ulysses",
-           {"framework.adapters.torch_private.replicate": _nothing}),
+           {"framework.reduction._Bucket.start": _nothing}),
     Mutant("cp: blocks of the ring are merged without their log-sum-exp", "cp=ring",
            {"framework_plugins.cp.ring_attention.merge":
             lambda original: lambda out, total, more, block: (out + more, original(out, total, more, block)[1])}),

@@ -156,7 +156,7 @@ def test_a_strangers_module_with_everything_that_is_odd(capsys, tmp_path, monkey
 
 def test_nothing_but_refusals_is_no_success(capsys):
     assert cli.main(["verify", "--mixes=*dualpipev*tp.size=4*", "--ranks", "2", *SMALL]) == EXIT_USAGE
-    assert cli.main(["verify", "--mixes=pp=zbv", "--ranks", "2", "--steps", "1", *SMALL]) == EXIT_RUN_FAILED
+    assert cli.main(["verify", "--mixes=tp=dtensor tp.size=4", "--steps", "1", *SMALL]) == EXIT_RUN_FAILED
     assert "refused" in capsys.readouterr().out
 
 
