@@ -126,8 +126,8 @@ def main(words: Sequence[str]) -> int:
         raise UsageError(f"--mutants has mixes and a model of its own. Leave {given} out.")
     rows = []
     with tempfile.TemporaryDirectory(prefix="verify-") as folder, WorkerPool() as pool:
-        composer = _Composer(flags, [word for word in overrides if word not in asked], folder)
-        oracle = _Oracle(pool, composer, flags.steps)
+        composer = Composer(flags, [word for word in overrides if word not in asked], folder)
+        oracle = Oracle(pool, composer, flags.steps)
         for row in _mutant_rows(oracle, flags.mutants) if flags.mutants else _rows(oracle, flags, asked):
             rows.append(row)
             print(_line(row), file=sys.stderr if flags.json else sys.stdout, flush=True)
@@ -141,7 +141,7 @@ def main(words: Sequence[str]) -> int:
     return EXIT_OK if enough and all(row.verdict in GOOD for row in rows) else EXIT_RUN_FAILED
 
 
-class _Composer:
+class Composer:
     """Makes the plan of a mix: its words, then what the user typed, then what a verification sets.
 
     Args:
@@ -233,7 +233,7 @@ def _with_options() -> dict[str, list[str]]:
     return {slot: names for slot, names in known.items() if names}
 
 
-def _chosen(flags: argparse.Namespace, asked: Sequence[str], composer: _Composer) -> list[Mix]:
+def _chosen(flags: argparse.Namespace, asked: Sequence[str], composer: Composer) -> list[Mix]:
     """Return the mixes to go through; a typed one has 0 ranks: its words say how many."""
     if not flags.mixes:
         return [Mix(tuple(asked), 0)] if asked else []
@@ -246,7 +246,7 @@ def _chosen(flags: argparse.Namespace, asked: Sequence[str], composer: _Composer
     return found
 
 
-class _Oracle:
+class Oracle:
     """Trains under mixes in one set of processes, and holds each against the reference of its model and data.
 
     Args:
@@ -255,7 +255,7 @@ class _Oracle:
         steps: optimizer steps.
     """
 
-    def __init__(self, pool: WorkerPool, composer: _Composer, steps: int) -> None:
+    def __init__(self, pool: WorkerPool, composer: Composer, steps: int) -> None:
         self.pool = pool
         self.composer = composer
         self.steps = steps
@@ -264,7 +264,7 @@ class _Oracle:
         self._delayed: dict[Any, Outcome] = {}
 
     def truth(self, more: Sequence[str] = (), precision: str = "fp64") -> tuple[RunPlan, float, Outcome]:
-        """Return the plan of one process, the learning rate, and what the reference shows; arguments of `_Composer`."""
+        """Return the plan of one process, the learning rate, and what the reference shows; arguments of `Composer`."""
         from framework.verify import rank
 
         key = (*more, precision)
@@ -337,7 +337,7 @@ class _Oracle:
         return self.pool.run(function, ranks, *args, process_group=False, timeout=TIMEOUT_S)[0]
 
 
-def _rows(oracle: _Oracle, flags: argparse.Namespace, asked: Sequence[str]) -> Iterator[Row]:
+def _rows(oracle: Oracle, flags: argparse.Namespace, asked: Sequence[str]) -> Iterator[Row]:
     """Yield a row for one process under the Trainer, then one for each mix; a refused one takes no time."""
     plans: list[tuple[Mix, RunPlan]] = []
     for mix in _chosen(flags, asked, oracle.composer):
@@ -356,7 +356,7 @@ def _rows(oracle: _Oracle, flags: argparse.Namespace, asked: Sequence[str]) -> I
         yield oracle.judge(mix, plan)
 
 
-def _mutant_rows(oracle: _Oracle, pattern: str) -> Iterator[Row]:
+def _mutant_rows(oracle: Oracle, pattern: str) -> Iterator[Row]:
     """Yield for each mutant its mix without the fault (once), then with it: `caught` or `missed`."""
     from framework.verify.mutants import MUTANTS
 

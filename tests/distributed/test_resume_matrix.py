@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -95,12 +94,13 @@ def saved(pool: Any, name: str, folder: Path) -> Path:
     return path
 
 
-def pairs() -> Iterator[Any]:
-    """Yield all ordered pairs; those outside of the sample belong to the campaign."""
+def pairs() -> list[Any]:
+    """Return all ordered pairs; those outside of the sample belong to the campaign."""
     order = random.Random(0).sample(list(MIXES), len(MIXES))
     sample = {(one, order[(at + shift) % len(order)]) for at, one in enumerate(order) for shift in (1, 3)}
-    for pair in product(MIXES, MIXES):
-        yield pytest.param(*pair, marks=() if pair in sample else pytest.mark.campaign)
+    return [
+        pytest.param(*pair, marks=() if pair in sample else pytest.mark.campaign) for pair in product(MIXES, MIXES)
+    ]
 
 
 @pytest.mark.parametrize(("before", "after"), pairs())

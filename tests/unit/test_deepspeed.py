@@ -12,7 +12,7 @@ from plans import make_plan
 
 from framework.compose import compose
 from framework.errors import PlanError
-from framework.verify.command import most_exact
+from framework.verify.command import Composer, flags_of
 from framework_plugins.strategy.deepspeed import DeepSpeed
 from framework_plugins.strategy.deepspeed_checks import stale_locks
 
@@ -165,6 +165,7 @@ def test_each_stage_says_what_it_shards() -> None:
     assert all(field.name in DeepSpeed.__doc__ for field in fields(DeepSpeed))
 
 
-def test_verify_takes_the_most_exact_precision_that_a_mix_allows() -> None:
-    assert most_exact(["+strategy=deepspeed", "strategy.stage=3"]) == "fp32"
-    assert most_exact(["strategy=fsdp", "pp=gpipe"]) == "fp64"
+def test_verify_takes_the_most_exact_precision_that_a_mix_allows(tmp_path: Path) -> None:
+    composer = Composer(flags_of([])[0], [], str(tmp_path))
+    assert composer.most_exact(["+strategy=deepspeed", "strategy.stage=3"]) == "fp32"
+    assert composer.most_exact(["strategy=fsdp", "pp=gpipe"]) == "fp64"
