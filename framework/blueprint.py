@@ -97,12 +97,15 @@ class Blueprint:
         built = None if problems else instance(slot, spec, problems)
         return None if problems else (spec, built)
 
-    def plan(self, *, model: bool = True, before_model: Callable[[], None] | None = None) -> RunPlan:
+    def plan(
+        self, *, model: bool = True, before_model: Callable[[], None] | None = None, force: bool = False
+    ) -> RunPlan:
         """Return the frozen plan.
 
         Args:
             model: whether to build the model on the meta device and to check the plan against it.
             before_model: called before torch is imported, if nothing was wrong so far.
+            force: for tests of what is refused: return a plan in spite of complaints about the mix.
 
         Raises:
             PlanError: with all complaints, and the nearest mixes that work where the mix is the cause.
@@ -120,7 +123,7 @@ class Blueprint:
             raise PlanError(self.problems)  # at once: importing torch to find more would take seconds
         draft = Draft(self, root, specs, components, dict(self.facts))
         if self.model is not None:
-            return draft.finish()
+            return draft.finish(force)
         if not model or draft.complaints():
             if not model or draft.result is None:
                 return draft.finish()

@@ -64,7 +64,8 @@ class Absent(nn.Module):
         """Say why it can't be called."""
         raise RunFailedError(
             f"'{self.name}' belongs to another pipeline stage but was called on this one: what runs before the list of "
-            "blocks must be registered before it, what runs after it after it, and nothing may be used on both sides."
+            "blocks must be registered before it, what runs after it after it, and nothing may be used on both sides. "
+            "Type pp.cut=graph, which follows what is called."
         )
 
 

@@ -33,7 +33,8 @@ A LightningModule needs no edit. There are two ways to cut it, chosen by `pp.cut
 | `graph` | where a weight is first used, so that stages cost alike | else |
 
 `auto` takes `blocks` if the model has one list of blocks, as long as there are stages, that holds at least half of the
-weights, and no weight is tied. `pp.balance=flops` (or `parameters`) asks for `graph` and says what is made alike.
+weights, no weight is tied, and no table of positions is registered after the list. `pp.balance=flops` (or `parameters`)
+asks for `graph` and says what is made alike.
 
 ## How `graph` works
 

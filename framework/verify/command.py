@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import cached_property
@@ -47,6 +47,8 @@ QUIET = {
 BOUNDS = {"fp64": Bounds(), "fp32": Bounds(loss=1e-6, gradient=1e-5, update=1e-5, floor=0.1)}
 """Precision -> how near is equal. fp32 is for mixes with an option that excludes `precision=fp64`."""
 TIMEOUT_S = 300.0
+FORCED_S = 45.0
+"""Time limit of a mix that is refused and forced: it may hang."""
 GOOD = ("equal", "refused", "caught")
 SHOWN = 8
 """Lines that are printed of a wrong mix."""
@@ -63,7 +65,7 @@ class Row:
         ranks: processes.
         precision: that it ran in; the reference is always computed in fp64.
         verdict: `equal`, `wrong`, `failed` (it didn't run to its end) or `refused` (not legal); of a planted fault
-            `caught` or `missed`.
+            `caught` or `missed`; of a refused mix that was forced, `needless` if it came out equal.
         worst: largest relative distance from the reference, over everything that is compared.
         seconds: that it took.
         initial_sha256: of its initial weights in fp32.
@@ -101,6 +103,11 @@ def flags_of(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="PATTERN",
         help="plant classic faults (those whose names match) one by one; each must be caught",
     )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="of each reason for a refusal run one mix all the same: it must fail or come out wrong",
+    )
     parser.add_argument("--ranks", type=int, default=8, help="the most processes that a mix may have (8)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps (5)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
@@ -121,6 +128,8 @@ def main(words: Sequence[str]) -> int:
         raise UsageError(
             f"--mixes={flags.mixes} goes through many mixes and {' '.join(asked)} chooses one. Type one of the two."
         )
+    if flags.force and not flags.mixes:
+        raise UsageError("--force runs mixes that --mixes finds and the options refuse. Type --mixes=all too.")
     if flags.mutants and (overrides or flags.mixes):
         given = " ".join([*overrides, *([f"--mixes={flags.mixes}"] if flags.mixes else [])])
         raise UsageError(f"--mutants has mixes and a model of its own. Leave {given} out.")
@@ -137,7 +146,7 @@ def main(words: Sequence[str]) -> int:
     else:
         _print_details(rows)
     ran = [row for row in rows if row.verdict != "refused"]
-    enough = len(ran) > 1 or not (asked or flags.mixes)  # the first is one process
+    enough = bool(rows) if flags.force else len(ran) > 1 or not (asked or flags.mixes)  # the first is one process
     return EXIT_OK if enough and all(row.verdict in GOOD for row in rows) else EXIT_RUN_FAILED
 
 
@@ -193,11 +202,15 @@ class Composer:
         """One process, of which the mixes are variations."""
         return self._one_process()
 
-    def vary(self, mix: Mix) -> RunPlan:
-        """Return the plan of a mix of the list: what was composed once is varied, which takes milliseconds."""
+    def vary(self, mix: Mix, force: bool = False) -> RunPlan:
+        """Return the plan of a mix of the list: what was composed once is varied, which takes milliseconds.
+
+        `force`: in spite of complaints, if the arithmetic allows one.
+        """
         if self.base.model is None:
             self.base.plan()  # builds the model, which the variations share
-        return self.base.vary((*mix.words, f"precision={self.most_exact(mix.words)}"), mix.ranks).plan()
+        words = (*mix.words, f"precision={self.most_exact(mix.words)}")
+        return self.base.vary(words, mix.ranks).plan(force=force)
 
     def options(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Return the options of the concerns of the mesh that need no setting, and the variants of each."""
@@ -303,7 +316,9 @@ class Oracle:
             self._delayed[key] = self._run(rank.alone, 1, *self._alone[truth], delays, "vertical_sync" in words)
         return self._delayed[key]
 
-    def judge(self, mix: Mix, plan: RunPlan, more: Sequence[str] = (), mutant: str = "") -> Row:
+    def judge(
+        self, mix: Mix, plan: RunPlan, more: Sequence[str] = (), mutant: str = "", timeout_s: float = TIMEOUT_S
+    ) -> Row:
         """Train under a mix, with a planted fault if one is named, and hold it against the reference."""
         from framework.memory import given_words
         from framework.testing import RanksError
@@ -316,7 +331,7 @@ class Oracle:
         began = time.monotonic()
         row = Row(mutant or str(mix), mix.ranks, "failed", precision)
         try:
-            got = self._run(rank.train, mix.ranks, plan, lr, mutant)
+            got = self._run(rank.train, mix.ranks, plan, lr, mutant, timeout_s=timeout_s)
         except RanksError as error:
             row.lines = str(error).splitlines()[:3]
         else:
@@ -333,27 +348,48 @@ class Oracle:
         row.seconds = time.monotonic() - began
         return row
 
-    def _run(self, function: Any, ranks: int, *args: Any) -> Any:
-        return self.pool.run(function, ranks, *args, process_group=False, timeout=TIMEOUT_S)[0]
+    def _run(self, function: Any, ranks: int, *args: Any, timeout_s: float = TIMEOUT_S) -> Any:
+        return self.pool.run(function, ranks, *args, process_group=False, timeout=timeout_s)[0]
 
 
 def _rows(oracle: Oracle, flags: argparse.Namespace, asked: Sequence[str]) -> Iterator[Row]:
     """Yield a row for one process under the Trainer, then one for each mix; a refused one takes no time."""
     plans: list[tuple[Mix, RunPlan]] = []
+    reasons: dict[str, Mix] = {}
     for mix in _chosen(flags, asked, oracle.composer):
         try:
             plan = oracle.composer.vary(mix) if flags.mixes else oracle.composer(mix.words)
         except PlanError as refused:
             if not flags.mixes:
                 raise
-            yield Row(str(mix), mix.ranks, "refused", lines=str(refused).splitlines())
+            lines = str(refused).splitlines()
+            reasons.setdefault(lines[0], mix)
+            if not flags.force:
+                yield Row(str(mix), mix.ranks, "refused", lines=lines)
         else:
             plans.append((Mix(mix.words, plan.world_size), plan))
     if flags.mixes == "pairwise":
         cover = set(pairwise([mix for mix, _ in plans]))
         plans = [(mix, plan) for mix, plan in plans if mix in cover]
+    if flags.force:
+        yield from _forced_rows(oracle, reasons)
+        return
     for mix, plan in [(Mix((), 1), oracle.truth()[0]), *plans]:
         yield oracle.judge(mix, plan)
+
+
+def _forced_rows(oracle: Oracle, reasons: Mapping[str, Mix]) -> Iterator[Row]:
+    """Yield for each reason what became of its mix: `refused` with good cause, or `needless`."""
+    for reason, mix in reasons.items():
+        try:
+            plan = oracle.composer.vary(mix, force=True)
+        except PlanError:
+            yield Row(str(mix), mix.ranks, "refused", lines=[reason, "There is no plan that could be forced."])
+            continue
+        row = oracle.judge(mix, plan, timeout_s=FORCED_S)
+        row.lines = [reason, f"Forced, it is {row.verdict}.", *row.lines]
+        row.verdict = "needless" if row.verdict == "equal" else "refused"
+        yield row
 
 
 def _mutant_rows(oracle: Oracle, pattern: str) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from figures import keep
 
-from framework import cli
+from framework import Problem, cli, hookimpl, plugin_manager
 from framework.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE
 from framework.verify import command, reference
 from framework.verify.mixes import every, pairwise
@@ -160,9 +160,30 @@ def test_nothing_but_refusals_is_no_success(capsys):
     assert "refused" in capsys.readouterr().out
 
 
+def test_what_is_refused_fails_when_it_is_forced(capsys):
+    words = ["verify", "--mixes=tp=dtensor tp.size=4", "--force", "--steps", "1", *SMALL]
+    assert cli.main(words) == EXIT_OK
+    out = capsys.readouterr().out
+    assert out.startswith("refused   4 ranks")
+    assert "1 refused" in out
+
+
+def test_a_needless_refusal_is_told(capsys, monkeypatch):
+    """A mix is equal however often it is refused."""
+    from framework_plugins.strategy.ddp import DDP
+
+    monkeypatch.setattr(DDP, "check_plan", hookimpl(lambda self, plan: [Problem("strategy=ddp", "no")]))
+    monkeypatch.setattr(plugin_manager._Manager, "_hooks", {})
+    assert cli.main(["verify", "--mixes=strategy=ddp", "--ranks", "2", "--force", *SMALL]) == EXIT_RUN_FAILED
+    out = capsys.readouterr().out
+    assert "needless: strategy=ddp" in out
+    assert "Forced, it is equal." in out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--force"], "Type --mixes=all too"),
         (["--mixes=all", "strategy=ddp"], "Type one of the two"),
         (["--mixes=nothing"], "matches none of the"),
         (["--mutants", "--mixes=all"], "Leave --mixes=all out"),

@@ -98,9 +98,7 @@ def pairs() -> list[Any]:
     """Return all ordered pairs; those outside of the sample belong to the campaign."""
     order = random.Random(0).sample(list(MIXES), len(MIXES))
     sample = {(one, order[(at + shift) % len(order)]) for at, one in enumerate(order) for shift in (1, 3)}
-    return [
-        pytest.param(*pair, marks=() if pair in sample else pytest.mark.campaign) for pair in product(MIXES, MIXES)
-    ]
+    return [pytest.param(*pair, marks=() if pair in sample else pytest.mark.campaign) for pair in product(MIXES, MIXES)]
 
 
 @pytest.mark.parametrize(("before", "after"), pairs())

@@ -25,6 +25,9 @@ WORDS = {
 }
 """What transformers calls a way of splitting a layer -> the word of the concern `tp`."""
 
+CAUSAL = "causal_without_mask"
+"""Our name of transformers' own scaled dot-product attention; under it no mask is made."""
+
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -73,7 +76,7 @@ class CausalLM(LightningModule):
         else:
             stored = json.loads((self.path / "config.json").read_text())
             described = describe(stored.pop("model_type"), {}, {**stored, **(config or {})})
-        self.lm = AutoModelForCausalLM.from_config(described)
+        self.lm = AutoModelForCausalLM.from_config(described, attn_implementation=attention(described, context))
 
     @property
     def tp_plan(self) -> dict[str, str] | None:
@@ -128,6 +131,23 @@ class CausalLM(LightningModule):
         result = self.loss(batch)
         self.log("val_loss", result["loss"], prog_bar=True)
         return result
+
+
+def attention(config: Any, context: int) -> str:
+    """Return the attention that a model runs with: a causal one that makes no mask, if that is all it needs.
+
+    To find out whether a mask is needed transformers reads values of a batch, which costs a wait for the device, and
+    can't be done where a pipeline runs what comes before its stage without values.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds <= {"full_attention", "sliding_attention"} and (window is None or window >= context):
+        AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+        return CAUSAL
+    return "sdpa"
 
 
 def describe(model_type: str, defaults: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ def by_blocks(option: Schedule, model: nn.Module, stages: int) -> bool:
     """Return whether the model is cut between blocks.
 
     `auto`: if the setting names blocks; else if the model's weights lie for the most part in one list of blocks, long
-    enough, and none is tied to another.
+    enough, none is tied to another, and nothing that comes after the list looks as if it were called before it.
     """
     if option.cut != "auto" or option.blocks or option.split or option.balance:
         return option.cut == "blocks" or (option.cut == "auto" and not option.balance)
@@ -34,7 +34,23 @@ def by_blocks(option: Schedule, model: nn.Module, stages: int) -> bool:
     if len({name.rpartition(".")[0] for name in blocks}) != 1 or len(blocks) < stages:
         return False
     inside = sum(parameter.numel() for block in blocks.values() for parameter in block.parameters())
-    return 2 * inside >= sum(parameter.numel() for parameter in model.parameters()) and not tied(model)
+    if 2 * inside < sum(parameter.numel() for parameter in model.parameters()) or tied(model):
+        return False
+    return not any(True for _ in _tables_after(model, next(iter(blocks)).rpartition(".")[0]))
+
+
+def _tables_after(model: nn.Module, path: str) -> Iterator[str]:
+    """Yield modules with buffers and no weights, registered after the list: tables that blocks are given.
+
+    Models of transformers have that of their positions there.
+    """
+    words = path.split(".")
+    for depth, onward in enumerate(words):
+        children = list(model.get_submodule(".".join(words[:depth])).named_children())
+        later = [name for name, _ in children].index(onward) + 1
+        for name, child in children[later:]:
+            if any(True for _ in child.buffers()) and not any(True for _ in child.parameters()):
+                yield name
 
 
 def tied(model: nn.Module) -> list[tuple[str, str]]:
