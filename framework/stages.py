@@ -196,7 +196,7 @@ class Stage(nn.Module):
                 with self.entry.prefix(received):
                     result = self.run(index, _plainly)
         except _Cut:
-            tensors = tuple(_differentiable(leaf) for leaf in tree_leaves(self._returned) if isinstance(leaf, Tensor))
+            tensors = tuple(sendable(leaf) for leaf in tree_leaves(self._returned) if isinstance(leaf, Tensor))
             self._returned = None
             return tensors[0] if len(tensors) == 1 else tensors
         if self.last_block is not None:

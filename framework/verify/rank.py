@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from framework import objects
 from framework.adapters.torch_private import tree_map
@@ -172,11 +172,21 @@ def _train(plan: RunPlan, lr: float) -> tuple[Outcome, Trainer]:
         plan = plan.with_(components={**plan.components, "pp": {**plan.components["pp"], "sync_every": 1}})
     watch = Watch()
     trainer = Trainer(plan, callbacks=[watch], logger=False)
-    trainer.fit(model, datamodule=objects.build(plan.components["data"]))
+    data = objects.build(plan.components["data"])
+    data.train_dataloader = partial(_of_any_size, data.train_dataloader)
+    trainer.fit(model, datamodule=data)
     updates = {name: watch.final[name].double() - start.double() for name, start in watch.initial.items()}
     result = Result(watch.losses, watch.norms, watch.gradients, updates)
     outcome = Outcome(result, watch.initial, watch.buffers, watch.initial_buffers, watch.apart, watch.stages)
     return outcome, trainer
+
+
+def _of_any_size(train_dataloader: Callable[[], Any]) -> Any:
+    """Return the user's loader as if it had no batch size: the one that it has fits one number of ranks only."""
+    loader = train_dataloader()
+    if isinstance(loader, DataLoader) and loader.batch_size is not None:
+        vars(loader)["batch_size"] = 1  # torch refuses to set it; the framework reads it and makes a loader of its own
+    return loader
 
 
 def alone(
