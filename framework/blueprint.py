@@ -98,13 +98,19 @@ class Blueprint:
         return None if problems else (spec, built)
 
     def plan(
-        self, *, model: bool = True, before_model: Callable[[], None] | None = None, force: bool = False
+        self,
+        *,
+        model: bool = True,
+        before_model: Callable[[], None] | None = None,
+        suggest: bool = True,
+        force: bool = False,
     ) -> RunPlan:
         """Return the frozen plan.
 
         Args:
             model: whether to build the model on the meta device and to check the plan against it.
             before_model: called before torch is imported, if nothing was wrong so far.
+            suggest: whether to look for the nearest mixes that work, where this one doesn't.
             force: for tests of what is refused: return a plan in spite of complaints about the mix.
 
         Raises:
@@ -123,15 +129,15 @@ class Blueprint:
             raise PlanError(self.problems)  # at once: importing torch to find more would take seconds
         draft = Draft(self, root, specs, components, dict(self.facts))
         if self.model is not None:
-            return draft.finish(force)
+            return draft.finish(suggest, force)
         if not model or draft.complaints():
             if not model or draft.result is None:
-                return draft.finish()
+                return draft.finish(suggest)
         elif before_model is not None:
             before_model()
         self._build(specs, draft)
         draft.facts |= self.facts
-        return draft.finish()
+        return draft.finish(suggest, force)
 
     def _build(self, specs: Mapping[str, Any], draft: Draft) -> None:
         """Build the model, and ask the data what it is."""

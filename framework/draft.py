@@ -47,8 +47,10 @@ class Draft:
         """Slot -> option of all components."""
         return {slot: self.specs[slot]["option"] for slot in self.components}
 
-    def finish(self, force: bool = False) -> RunPlan:
+    def finish(self, suggest: bool = True, force: bool = False) -> RunPlan:
         """Return the plan; with `force` in spite of complaints, if the arithmetic allows one.
+
+        `suggest`: look for the nearest mixes that work, which takes as long as trying them.
 
         Raises:
             PlanError: with all complaints.
@@ -57,7 +59,7 @@ class Draft:
         if self.result is not None and (force or not problems):
             return self.result
         nearest = []
-        if self.suspects:
+        if self.suspects and suggest:
             options = {slot: list(names) for slot, names in catalog().options.items() if slot not in OBJECT_SLOTS}
             nearest = legality.nearest(self.mix, self.suspects, options, self._legal)
         raise PlanError(problems, nearest)

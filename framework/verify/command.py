@@ -210,7 +210,7 @@ class Composer:
         if self.base.model is None:
             self.base.plan()  # builds the model, which the variations share
         words = (*mix.words, f"precision={self.most_exact(mix.words)}")
-        return self.base.vary(words, mix.ranks).plan(force=force)
+        return self.base.vary(words, mix.ranks).plan(suggest=False, force=force)
 
     def options(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Return the options of the concerns of the mesh that need no setting, and the variants of each."""

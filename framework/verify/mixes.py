@@ -37,8 +37,9 @@ Options = Mapping[str, Mapping[str, Sequence[str]]]
 def every(options: Options, most_ranks: int) -> Iterator[Mix]:
     """Yield the mixes that fit into `most_ranks`, small worlds first; not all are legal.
 
-    They are all products of options and sizes of their axes. A variant of an option goes with each option of each other
-    concern, in pairs and with axes of two: what settings of three concerns at once would add is time.
+    They are all products of options. An axis that stands alone has each of `SIZES`, several have 2 each. A variant of an
+    option goes with each option of each other concern, in pairs: what settings of three concerns at once would add is
+    time.
     """
     found: dict[tuple[str, ...], Mix] = {}
     ways: dict[str, list[tuple[str, ...]]] = {}
@@ -55,10 +56,10 @@ def every(options: Options, most_ranks: int) -> Iterator[Mix]:
 
 def _sized(chosen: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
     """Yield one choice of options with each choice of sizes."""
-    varied = any(len(way) > 1 for way in chosen)
-    if varied and len(chosen) > 2:
+    if any(len(way) > 1 for way in chosen) and len(chosen) > 2:
         return
-    for sizes in product(SIZES[:1] if varied and len(chosen) > 1 else SIZES, repeat=len(chosen)):
+    axes = [way for way in chosen if not way[0].startswith("ep=")]  # experts borrow their ranks from the strategy
+    for sizes in product(SIZES if len(axes) == 1 else SIZES[:1], repeat=len(chosen)):
         words: list[str] = []
         ranks = 1
         for way, size in zip(chosen, sizes, strict=True):
@@ -67,7 +68,7 @@ def _sized(chosen: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
             if slot == "strategy":
                 ranks *= 2 * size if "strategy.replicas=2" in way else size
             else:
-                ranks *= 1 if slot == "ep" else size  # experts borrow their ranks from the strategy
+                ranks *= size if way in axes else 1
                 words += [f"{slot}.size={size}"] if size != SIZES[0] else []
         if ranks <= most_ranks:
             yield Mix(tuple(words), ranks)

@@ -66,18 +66,18 @@ def survey_of(model: Any, plan: RunPlan, device: torch.device) -> Survey | None:
     Raises:
         SurveyError: it can't be followed.
     """
-    found: Survey | None = model.__dict__.get(SURVEY)
-    if found is None:
+    if SURVEY not in model.__dict__:
         batch = example_batch(model, plan, device)
         if batch is None:
+            model.__dict__[SURVEY] = None
             return None
         precision = manager_for(plan).hook.make_precision(plan=plan)
         if precision is None:
-            found = survey(model, batch)
+            model.__dict__[SURVEY] = survey(model, batch)
         else:
             with precision.train_step_context():
-                found = survey(model, precision.convert_input(batch), precision.convert_module)
-        model.__dict__[SURVEY] = found
+                model.__dict__[SURVEY] = survey(model, precision.convert_input(batch), precision.convert_module)
+    found: Survey | None = model.__dict__[SURVEY]
     return found
 
 
