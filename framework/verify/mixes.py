@@ -37,9 +37,8 @@ Options = Mapping[str, Mapping[str, Sequence[str]]]
 def every(options: Options, most_ranks: int) -> Iterator[Mix]:
     """Yield the mixes that fit into `most_ranks`, small worlds first; not all are legal.
 
-    They are all products of options. An axis that stands alone has each of `SIZES`, several have 2 each. A variant of an
-    option goes with each option of each other concern, in pairs: what settings of three concerns at once would add is
-    time.
+    They are all products of options. An axis that stands alone has each of `SIZES`, several have 2 each. A variant of
+    an option goes with each option of each other concern, in pairs: settings of three at once would add but time.
     """
     found: dict[tuple[str, ...], Mix] = {}
     ways: dict[str, list[tuple[str, ...]]] = {}

@@ -76,7 +76,8 @@ class CausalLM(LightningModule):
         else:
             stored = json.loads((self.path / "config.json").read_text())
             described = describe(stored.pop("model_type"), {}, {**stored, **(config or {})})
-        self.lm = AutoModelForCausalLM.from_config(described, attn_implementation=attention(described, context))
+        build: Any = AutoModelForCausalLM.from_config
+        self.lm = build(described, attn_implementation=attention(described, context))
 
     @property
     def tp_plan(self) -> dict[str, str] | None:
@@ -168,7 +169,11 @@ def describe(model_type: str, defaults: Mapping[str, Any], fields: Mapping[str, 
         raise ValueError(f"transformers has no model type {model_type!r}; near are {', '.join(near) or 'none'}.")
     cls = CONFIG_MAPPING[model_type]
     usual = cls()
-    given = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # a model is trained, not asked
+    given: dict[str, Any] = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }  # a model is trained, not asked
     for name, value in defaults.items():
         field = "max_position_embeddings" if name == "context" else name
         if hasattr(usual, field):
