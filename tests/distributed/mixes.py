@@ -153,8 +153,9 @@ MIXES = [
     Mix("zbv2 x full_shard2, full AC", 4, f"{FSDP} pp=zbv {M4} activation=full"),
     Mix("dualpipev2 x ddp2, clip", 4, f"strategy=ddp pp=dualpipev {M4} {CLIP}"),
     # compiled
-    Mix("compiled full_shard2 x tp2 sp, full AC, clip", 4, f"{FSDP} {SP} activation=full {CLIP} {COMPILED}"),
-    Mix("compiled zbv2 x ddp2, accumulation", 4, f"strategy=ddp pp=zbv {M4} {ACC2} {COMPILED}"),
+    Mix("compiled full_shard2, full AC, clip", 2, f"{FSDP} activation=full {CLIP} {COMPILED}"),
+    Mix("compiled tp2 sp", 2, f"{SP} {COMPILED}"),
+    Mix("compiled zbv2, accumulation", 2, f"pp=zbv {M4} {ACC2} {COMPILED}"),
     # pp x tp, and everything
     Mix("gpipe2 x tp2 sp", 4, f"{SP} pp=gpipe {M4}"),
     Mix("zero_bubble2 x tp2, clip", 4, f"{TP} pp=zero_bubble {M4} {CLIP}"),
