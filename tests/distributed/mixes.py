@@ -154,7 +154,7 @@ MIXES = [
     Mix("dualpipev2 x ddp2, clip", 4, f"strategy=ddp pp=dualpipev {M4} {CLIP}"),
     # compiled
     Mix("compiled full_shard2, full AC, clip", 2, f"{FSDP} activation=full {CLIP} {COMPILED}"),
-    Mix("compiled tp2 sp", 2, f"{SP} {COMPILED}"),
+    Mix("compiled tp2 sp, selective AC", 2, f"{SP} activation=selective {COMPILED}"),
     Mix("compiled zbv2, accumulation", 2, f"pp=zbv {M4} {ACC2} {COMPILED}"),
     # pp x tp, and everything
     Mix("gpipe2 x tp2 sp", 4, f"{SP} pp=gpipe {M4}"),
