@@ -28,7 +28,7 @@ def recompute_(block: nn.Module, *, preserve_rng_state: bool = True, contexts: C
     # a bound method is taken apart and rebound, else a deep copy of the block would run the original's weights
     run = inner.__func__ if isinstance(inner, MethodType) and inner.__self__ is block else _without_self(inner)
     # the compiler can't trace a call that is given the default
-    chosen = {} if contexts is noop_context_fn else {"context_fn": contexts}
+    chosen: dict[str, Any] = {} if contexts is noop_context_fn else {"context_fn": contexts}
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
