@@ -85,8 +85,8 @@ def test_what_the_model_cant_do_has_nearest_mixes_too():
     with pytest.raises(PlanError) as caught:
         compose(["+strategy=ddp", "+pp=gpipe", "model.tied=true", "pp.cut=blocks"])
     assert "tied" in str(caught.value)
-    assert caught.value.nearest == ("strategy=ddp pp=none",)
-    assert "Nearest mixes that work: strategy=ddp pp=none" in str(caught.value)
+    assert caught.value.nearest == ("strategy=ddp pp=1f1b", "strategy=ddp pp=none")
+    assert "Nearest mixes that work: strategy=ddp pp=1f1b" in str(caught.value)
 
 
 def test_suggested_mixes_are_legal_themselves():

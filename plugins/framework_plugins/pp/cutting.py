@@ -88,7 +88,7 @@ def complaints(option: Schedule, plan: RunPlan, model: Any, stages: int) -> list
     try:
         found = survey_of(model, plan, torch.device("cpu"))
         if found is None:
-            return []
+            return _perhaps_on_one_rank(option, plan, model)
         chosen = places(option, found, stages)
         holders(found, chosen, dict.fromkeys(n for n, _ in [*model.named_parameters(), *model.named_buffers()]))
     except SurveyError as error:
@@ -102,6 +102,15 @@ def complaints(option: Schedule, plan: RunPlan, model: Any, stages: int) -> list
         fix = f"pp.size={(len(here) + 1) // option.stages_per_rank}" if here else "pp=none"
         return [Problem(words, reason, fix)]
     return _on_one_rank(option, plan, model, found, chosen)
+
+
+def _perhaps_on_one_rank(option: Schedule, plan: RunPlan, model: Any) -> list[Problem]:
+    """What `_on_one_rank` would say of some cuts, where the cut isn't known yet."""
+    if option.stages_per_rank == 1 or plan.mesh.data_ranks == 1 or not tied(model):
+        return []
+    first, other = tied(model)[0]
+    reason = f"one rank may come to hold the tied weight '{first}', '{other}' for two stages of its own"
+    return [Problem(f"pp={option.schedule}", reason, "pp=gpipe or pp=1f1b")]
 
 
 def _on_one_rank(option: Schedule, plan: RunPlan, model: Any, found: Survey, chosen: Sequence[int]) -> list[Problem]:
