@@ -238,7 +238,6 @@ class Follower(TorchFunctionMode):
             image = None if target is None else _to_meta(target)
         else:
             args, kwargs = tree_map(_to_meta, (args, kwargs))
-            args, kwargs = tree_map(_nowhere, (args, kwargs))
             image = None if target is None else changed(func, args, kwargs)
             with torch.no_grad():
                 result = func(*args, **kwargs)
@@ -306,12 +305,9 @@ def _unreal(tensor: Tensor) -> bool:
 
 
 def _to_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):  # without values there is nothing to move: `x.to(y.device)`
+        return torch.device("meta")
     return leaf.detach().to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
-
-
-def _nowhere(leaf: Any) -> Any:
-    """Without values there is nothing to move: `x.to(y.device)`."""
-    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
 _current: Follower | None = None

@@ -316,7 +316,7 @@ class MeshStrategy(MeshCollectives):
             with window.guarded(loss), self._contexts():
                 precision.backward(loss, module, optimizer, *args, **kwargs)
         if window.last and not (self.pipeline is not None and self.pipeline.delayed):
-            self._finish_reductions(window.dropped and self.pipeline is None)
+            self._finish_reductions(window.dropping and self.pipeline is None)
             if self.shared is not None:
                 self.shared.add_up()
             window.normalise(dict.fromkeys(p for part in self.parts for p in part.parameters()))

@@ -194,11 +194,6 @@ class Window:
         return torch_private.zero_leaf_gradients(loss) if self._weight == 0.0 and not self._drop else nullcontext()
 
     # -- its end ---------------------------------------------------------------------------------------------------
-    @property
-    def dropped(self) -> bool:
-        """Whether all ranks agreed to leave this optimizer step out."""
-        return self._drop
-
     def normalise(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divide by the true weight of the window; call once, after the last backward, before clipping."""
         factor = self.close()
@@ -223,7 +218,7 @@ class Window:
 
     @property
     def dropping(self) -> bool:
-        """Whether this optimizer step will be dropped."""
+        """Whether all ranks agreed to leave this optimizer step out."""
         return self._drop
 
     def account(self) -> float:

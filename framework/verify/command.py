@@ -167,7 +167,7 @@ class Composer:
         if clash:
             raise UsageError(f"verify sets {', '.join(sorted(clash))} itself. Leave that out.")
         self.config_name = flags.config_name
-        self._wants: dict[tuple[str, str], Requirements] = {}
+        self._wants: dict[tuple[str, str], Requirements | None] = {}
         self.rest = [*rest, *(f"{key}={value}" for key, value in kept.items())]
         context = (self._one_process().values.get("model") or {}).get("context")
         if isinstance(context, int) and context > CONTEXT and not typed & {"model.context", "data.context"}:
@@ -214,24 +214,26 @@ class Composer:
 
     def options(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Return the options of the concerns of the mesh that need no setting, and the variants of each."""
+        found = {slot: {name: self.wants(slot, name) for name in names} for slot, names in _with_options().items()}
         return {
-            slot: {name: self.wants(slot, name).variants for name in names if self.base.option(slot, name) is not None}
-            for slot, names in _with_options().items()
+            slot: {name: wants.variants for name, wants in options.items() if wants is not None}
+            for slot, options in found.items()
         }
 
-    def wants(self, slot: str, name: str) -> Requirements:
-        """Return what an option needs, gives and excludes; nothing if it can't be built."""
+    def wants(self, slot: str, name: str) -> Requirements | None:
+        """Return what an option needs, gives and excludes; None if it can't be built with its defaults."""
         if (slot, name) not in self._wants:
             built = self.base.option(slot, name)
-            found = {} if built is None else requirements_of(manager_of({slot: built[1]}))
-            self._wants[slot, name] = found.get(slot, Requirements())
+            self._wants[slot, name] = (
+                None if built is None else requirements_of(manager_of({slot: built[1]})).get(slot, Requirements())
+            )
         return self._wants[slot, name]
 
     def most_exact(self, words: Sequence[str]) -> str:
         """Return the precision in which a mix is verified: fp64, or fp32 if an option of it excludes that."""
         chosen = [word.lstrip("+~").partition("=") for word in words]
-        excludes = [self.wants(slot, name).excludes for slot, _, name in chosen if slot in MESH_SLOTS]
-        return "fp32" if any("precision=fp64" in words for words in excludes) else "fp64"
+        wants = [self.wants(slot, name) for slot, _, name in chosen if slot in MESH_SLOTS]
+        return "fp32" if any(one is not None and "precision=fp64" in one.excludes for one in wants) else "fp64"
 
 
 def _slot(word: str) -> str:

@@ -154,7 +154,24 @@ class ContextParallel:
         part.reduction = GradientReduction.of_part(part, plan, mesh.group("cp"))
 
 
-def check_balance(balance: str) -> None:
-    """Raise ValueError if there is no such way to cut."""
-    if balance not in BALANCES:
-        raise ValueError(f"cp.balance={balance} is unknown; choose {' or '.join(BALANCES)}.")
+@dataclass(kw_only=True, eq=False)
+class BalancedContextParallel(ContextParallel):
+    """Options whose ranks may have equal work under a causal mask.
+
+    Attributes:
+        balance: `head_tail`: rank r has pieces r and 2 x size - 1 - r of each sequence, so that all have equal work
+            under a causal mask; `none`: piece r of `size`, and the last rank works twice as long as the mean.
+    """
+
+    variants: ClassVar[tuple[str, ...]] = ("balance=none",)
+
+    balance: str = "head_tail"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.balance not in BALANCES:
+            raise ValueError(f"cp.balance={self.balance} is unknown; choose {' or '.join(BALANCES)}.")
+
+    def balanced(self) -> bool:
+        """As `balance` says."""
+        return self.balance == "head_tail"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from framework_plugins.cp.option import ContextParallel, check_balance
+from framework_plugins.cp.option import BalancedContextParallel
 
 if TYPE_CHECKING:
     from framework.mesh import Mesh
@@ -14,27 +14,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, eq=False)
-class Ring(ContextParallel):
+class Ring(BalancedContextParallel):
     """Ring attention: memory for keys and values of two pieces, whatever the number of ranks.
 
     Attributes:
         size: ranks that share each sequence; null = 2, or what `devices` leaves.
-        balance: `head_tail`: rank r has pieces r and 2 x size - 1 - r of each sequence, so that all have equal work
-            under a causal mask; `none`: piece r of `size`, and the last rank works twice as long as the mean.
+        balance: which pieces a rank has, see `BalancedContextParallel`.
         seq_dims: batch entry -> dim of its sequence; null = the model's `cp_plan`.
     """
 
     option: ClassVar[str] = "ring"
-    variants: ClassVar[tuple[str, ...]] = ("balance=none",)
-    balance: str = "head_tail"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_balance(self.balance)
-
-    def balanced(self) -> bool:
-        """As `balance` says."""
-        return self.balance == "head_tail"
 
     def attend(self, pieces: Pieces, mesh: Mesh) -> Attend:
         """Pass keys and values on to the next rank of axis cp."""

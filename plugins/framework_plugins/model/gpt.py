@@ -97,15 +97,37 @@ class Block(nn.Module):
         return out
 
 
-class Decoder(LightningModule):
-    """What `GPT` and `MoE` share: embedding, blocks, norm, head, and the step methods around the subclass's `loss`.
+class LanguageModel(LightningModule):
+    """The step methods of a model over token ids, around the subclass's `loss`."""
+
+    loss: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return the mean loss and its weight in tokens."""
+        result = self.loss(batch)
+        self.log("train_loss", result["loss"], prog_bar=True)
+        return result
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Log the loss of held-out text."""
+        result = self.loss(batch)
+        self.log("val_loss", result["loss"], prog_bar=True)
+        return result
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        """Log the loss of test text."""
+        result = self.loss(batch)
+        self.log("test_loss", result["loss"])
+        return result
+
+
+class Decoder(LanguageModel):
+    """What `GPT` and `MoE` share: embedding, blocks, norm, head.
 
     Args:
         block: makes one block.
         vocab_size, width, layers, heads, context, tied, norm_eps, rope_theta: as in `GPT`.
     """
-
-    loss: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
     def __init__(
         self,
@@ -154,24 +176,6 @@ class Decoder(LightningModule):
             positions = torch.arange(length, device=inputs.device)
         cos, sin = rotation(positions, self.head_size, self.rope_theta)  # [length, ...] or [batch, length, ...]
         return (cos, sin) if cos.ndim == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))  # the same for all heads
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Return the mean loss and its weight in tokens."""
-        result = self.loss(batch)
-        self.log("train_loss", result["loss"], prog_bar=True)
-        return result
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Log the loss of held-out text."""
-        result = self.loss(batch)
-        self.log("val_loss", result["loss"], prog_bar=True)
-        return result
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
-        """Log the loss of test text."""
-        result = self.loss(batch)
-        self.log("test_loss", result["loss"])
-        return result
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:

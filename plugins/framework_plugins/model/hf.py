@@ -12,10 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn import functional as F
+
+from framework_plugins.model.gpt import LanguageModel, cross_entropy
 
 WORDS = {
     "colwise": "colwise",
@@ -38,7 +37,7 @@ SMALL = {
 """A configuration's size where neither `config` nor `path` says one; what a model type doesn't know is left out."""
 
 
-class CausalLM(LightningModule):
+class CausalLM(LanguageModel):
     """A causal language model over token ids; batches and loss are those of `model=gpt`.
 
     It is built without memory and filled shard by shard like any module with `init_weights`.
@@ -115,23 +114,7 @@ class CausalLM(LightningModule):
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean cross entropy in nats over the targets that count, and how many they are."""
-        logits, targets = self(batch["inputs"]), batch["targets"]
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-        return {"loss": loss, "weight": (targets != -100).sum()}
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Return the mean loss and its weight in tokens."""
-        result = self.loss(batch)
-        self.log("train_loss", result["loss"], prog_bar=True)
-        return result
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Log the loss of held-out text."""
-        result = self.loss(batch)
-        self.log("val_loss", result["loss"], prog_bar=True)
-        return result
+        return cross_entropy(self(batch["inputs"]), batch["targets"])
 
 
 def attention(config: Any, context: int) -> str:

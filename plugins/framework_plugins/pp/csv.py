@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from framework import Problem, RunPlan, hookimpl
 from framework_plugins.pp import actions
-from framework_plugins.pp.schedules import Schedule
+from framework_plugins.pp.schedules import Schedule, device_of
 
 if TYPE_CHECKING:
     from framework.mesh import Mesh
@@ -102,8 +102,6 @@ class Csv(Schedule):
     @hookimpl
     def make_schedule(self, parts: list[ModelPart], mesh: Mesh, plan: RunPlan) -> Pipeline | None:
         """Bind the stages to torch's runtime, which adds sends and receives."""
-        import torch
-
         from framework.adapters import torch_private
         from framework.pipeline import Pipeline
 
@@ -113,5 +111,5 @@ class Csv(Schedule):
         def make(stages: Any, microbatches: int, loss_fn: Any) -> Any:
             return torch_private.schedule_of_actions(rows, stages, microbatches, loss_fn)
 
-        device = torch.device("cpu") if plan.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        device = device_of(plan)
         return Pipeline(parts, mesh, plan, make, device)

@@ -12,7 +12,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from framework import Problem, Requirements, RunPlan, hookimpl
-from framework_plugins.pp.schedules import Schedule
+from framework_plugins.pp.schedules import Schedule, device_of
 
 if TYPE_CHECKING:
     from framework.mesh import Mesh
@@ -125,11 +125,9 @@ class Delayed(Schedule):
     @hookimpl
     def make_schedule(self, parts: list[ModelPart], mesh: Mesh, plan: RunPlan) -> Pipeline | None:
         """Build the runtime."""
-        import torch
-
         from framework_plugins.pp.delayed import DelayedPipeline
 
-        device = torch.device("cpu") if plan.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        device = device_of(plan)
         return DelayedPipeline(
             parts, mesh, plan, device, sync_every=self.sync_every, trace=self.trace_versions, **self._delays()
         )

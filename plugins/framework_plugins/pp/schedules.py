@@ -200,8 +200,8 @@ class Schedule:
         stages = ranks * self.stages_per_rank
         mine = [stage for stage in range(stages) if self.place(stage, ranks) == rank]
         if not by_blocks(self, module, stages):
-            found = found_places(self, module, plan, stages, _device(plan))
-            return None if found is None else cut_traced(module, found[0], found[1], mine, _device(plan))
+            found = found_places(self, module, plan, stages, device_of(plan))
+            return None if found is None else cut_traced(module, found[0], found[1], mine, device_of(plan))
         path, keys = self._blocks(module)
         if self.split is None:
             ranges = split_evenly(len(keys), stages)
@@ -232,10 +232,11 @@ class Schedule:
             # gradients are scaled in the loss function, by the weight of each micro-batch
             return cls(mine, n_microbatches=microbatches, loss_fn=loss_fn, scale_grads=False)
 
-        return Pipeline(parts, mesh, plan, make, _device(plan))
+        return Pipeline(parts, mesh, plan, make, device_of(plan))
 
 
-def _device(plan: RunPlan) -> Any:
+def device_of(plan: RunPlan) -> Any:
+    """Return the device that this rank computes on."""
     import torch
 
     return torch.device("cpu") if plan.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
