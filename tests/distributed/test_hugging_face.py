@@ -14,7 +14,7 @@ from framework.errors import PlanError
 from framework.testing import WorkerPool
 from framework.verify.command import Composer, Oracle, flags_of
 from framework.verify.mixes import Mix
-from framework_plugins.model.hf import CausalLM, describe
+from framework_plugins.model.hf import CAUSAL, CausalLM, describe
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 ROWS = {
@@ -63,6 +63,14 @@ def test_what_transformers_does_not_know_is_said(tmp_path: Path) -> None:
         describe("llama", {}, {"hiden_size": 3})
     with pytest.raises(PlanError, match=r"tp\.plan"):  # GPT-2 comes without one, and its layers are no Linear
         composer(tmp_path, "model.model_type=gpt2")(["tp=dtensor"])
+
+
+def test_a_sliding_window_shorter_than_the_context_keeps_its_masks() -> None:
+    window = {"sliding_window": 8, "hidden_size": 32, "num_hidden_layers": 2}
+    for context, kind in ((8, CAUSAL), (9, "sdpa")):
+        assert CausalLM(model_type="mistral", config=window, context=context).lm.config._attn_implementation == kind
+    with pytest.raises(ValueError, match="9 tokens is longer than context=8"):
+        CausalLM(model_type="mistral", config=window, context=8)(torch.zeros(1, 9, dtype=torch.int64))
 
 
 def read_plan(model_type: str) -> Any:

@@ -69,6 +69,7 @@ class CausalLM(LanguageModel):
         except ImportError as error:
             text = "model=hf needs the package transformers: pip install 'lightning-framework[hf]'"
             raise ImportError(text) from error
+        self.context = context
         self.path = None if path is None else Path(path)
         if self.path is None:
             described = describe(model_type, {"vocab_size": vocab_size, "context": context, **SMALL}, config or {})
@@ -109,6 +110,8 @@ class CausalLM(LanguageModel):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map token ids [batch, length] to logits [batch, length, vocab_size]."""
+        if inputs.shape[-1] > self.context:  # whether a mask is needed was decided by it
+            raise ValueError(f"A sequence of {inputs.shape[-1]} tokens is longer than context={self.context}.")
         logits: Tensor = self.lm(input_ids=inputs, use_cache=False).logits
         return logits
 
