@@ -18,8 +18,9 @@ from framework.draft import Draft
 from framework.errors import PlanError, Problem, UsageError
 from framework.guard import check_ranges, settings, typed
 from framework.options import describe_component, instance, spoken, typeable, unknown_arguments, unknown_names
-from framework.plan import RunPlan
-from framework.plugin_manager import OBJECT_SLOTS
+from framework.legality import requirements_of
+from framework.plan import Requirements, RunPlan
+from framework.plugin_manager import OBJECT_SLOTS, manager_of
 from framework.schema import LIST_SLOTS, RunConfig, TrainerSettings
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Blueprint:
     facts: dict[str, Any] = field(default_factory=dict)
     described: dict[str, tuple[dict[str, Any], list[Problem]]] = field(default_factory=dict)
     roots: dict[str, DictConfig] = field(default_factory=dict)
+    given: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
 
     def vary(self, words: Sequence[str], devices: int | str = "auto") -> Blueprint:
         """Return this run under another mix, in milliseconds: nothing is composed again, model and facts are shared.
@@ -96,6 +98,14 @@ class Blueprint:
             return None
         built = None if problems else instance(slot, spec, problems)
         return None if problems else (spec, built)
+
+    def gives(self, slot: str, name: str) -> frozenset[str]:
+        """Return what an option gives with its defaults; nothing if it can't be built with these."""
+        if (slot, name) not in self.given:
+            built = self.option(slot, name)
+            needs = {} if built is None else requirements_of(manager_of({slot: built[1]}))
+            self.given[slot, name] = needs.get(slot, Requirements()).gives
+        return self.given[slot, name]
 
     def plan(
         self,

@@ -107,8 +107,7 @@ class Draft:
         found = set()
         for slot, options in catalog().options.items():
             for name in options if slot not in OBJECT_SLOTS else ():
-                built = self.blueprint.option(slot, name)
-                if built is not None and words & _gives(built[1]):
+                if words & self.blueprint.gives(slot, name):
                     found.add(slot)
         return found
 
@@ -174,11 +173,6 @@ class Draft:
             return not Draft(self.blueprint, self.root, specs, components).complaints()
         except FrameworkError:
             return False
-
-
-def _gives(plugin: Any) -> frozenset[str]:
-    needs: Requirements | None = ask_each(manager_of({"option": plugin}), "requirements").get("option")
-    return frozenset() if needs is None else needs.gives
 
 
 def _gpus() -> int:

@@ -234,9 +234,18 @@ def first_line(error: BaseException) -> str:
 
 
 class _Manager(pluggy.PluginManager):
-    """Looks for a class's hooks once: pluggy asks for each attribute of each instance, some hundred a plan."""
+    """Looks for the hooks of a class or module once: pluggy asks for each attribute of each, thousands a plan."""
 
     _hooks: ClassVar[dict[type, dict[str, pluggy.HookimplOpts]]] = {}
+    _specs: ClassVar[dict[ModuleType | type, dict[str, pluggy.HookspecOpts]]] = {}
+
+    def parse_hookspec_opts(self, module_or_class: ModuleType | type, name: str) -> pluggy.HookspecOpts | None:
+        """Return the options of a hook that `module_or_class` specifies under `name`; None = it is no hook."""
+        where = module_or_class
+        if where not in self._specs:
+            found = {name: super(_Manager, self).parse_hookspec_opts(where, name) for name in dir(where)}
+            self._specs[where] = {name: options for name, options in found.items() if options is not None}
+        return self._specs[where].get(name)
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
         """Return the options of a hook that `plugin` implements under `name`; None = it is no hook."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -20,3 +22,14 @@ def pool() -> Iterator[WorkerPool]:
     """Processes with gloo; `pool.run(fn, world_size, *args)` gives the results by rank."""
     with WorkerPool() as workers:
         yield workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing is left behind, and nothing depends on the terminal, in processes started here either.
+
+    Whatever asks for a temporary folder gets one that pytest clears away. Its name is short: sockets lie in such
+    folders, and their paths may have 107 characters.
+    """
+    os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: what is printed would be narrower than it is without
+    tempfile.tempdir = os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("t", numbered=False))

@@ -1,4 +1,4 @@
-"""Benchmarks: `python tools/bench.py [--json FILE] overhead | memory | pipelines | start | zero`.
+"""Benchmarks: `python tools/bench.py [--json FILE] overhead | memory | peak | pipelines | start | zero`.
 
 Prints a table; `--json` keeps figures.
 They measure, they don't judge: nothing here is a timed test. Run them on a machine that does nothing else.
@@ -34,6 +34,8 @@ def main() -> None:
     overhead.add_argument("--profile", action="store_true", help="where the time goes (slows every side down)")
     memory = commands.add_parser("memory", help="bytes a rank counted from tensors, against the arithmetic of the plan")
     memory.add_argument("--mixes", nargs="+", help="names of mixes; default: all")
+    peak = commands.add_parser("peak", help="memory of a rank while a run starts, over the bytes of its parameters")
+    peak.add_argument("--mixes", nargs="+", help="names of mixes; default: all")
     pipelines = commands.add_parser("pipelines", help="speed of pipeline schedules over GPipe's, at emulated compute")
     pipelines.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved_1f1b", "pipedream", "pipedream_2bw"])
     pipelines.add_argument("--rounds", type=int, default=3, help="how often each schedule runs")
@@ -68,11 +70,12 @@ def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
         settings = overhead.Settings(**{name: getattr(arguments, name) for name in names})
         report = overhead.measure(arguments.cases, settings)
         return report, overhead.table(report)
-    if arguments.command == "memory":
-        from benchmarks import memory
+    if arguments.command in ("memory", "peak"):
+        from benchmarks import memory, peak
 
-        report = memory.measure(arguments.mixes)
-        return report, memory.table(report)
+        module = memory if arguments.command == "memory" else peak
+        report = module.measure(arguments.mixes)
+        return report, module.table(report)
     if arguments.command == "zero":
         from benchmarks import zero
 

@@ -1,9 +1,9 @@
-"""Write `docs/models.md` from the figures of the campaign over families of models: it says what was measured.
+"""Write `docs/models.md` from the figures of the campaigns over kinds of models: it says what was measured.
 
 python tools/model_docs.py          # write
 python tools/model_docs.py --check  # exit code 1 if the page isn't that of the figures
 
-The figures: python -m pytest -m campaign tests/distributed/test_families.py
+The figures: python -m pytest -m campaign tests/distributed/test_families.py tests/distributed/test_hugging_face.py
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "tests" / "campaign" / "families.json"
+HUGGING_FACE = ROOT / "tests" / "campaign" / "hugging_face.json"
 PAGE = ROOT / "docs" / "models.md"
 
 HEAD = """\
@@ -66,6 +67,31 @@ relative distance of anything compared is {worst:.1e}.
 """
 
 
+HUGGING_FACE_HEAD = """
+## Models of Hugging Face transformers
+
+`model=hf` ([hugging_face.md](hugging_face.md)), two layers of width 32, unedited: float64, 3 steps, held against one
+process by `python -m pytest -m campaign tests/distributed/test_hugging_face.py`, with the figures in
+`tests/campaign/hugging_face.json`. A cell is the largest relative distance of anything compared.
+"""
+
+
+def of_hugging_face(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of mixes down and models across, and below it why one is refused."""
+    models = list(dict.fromkeys(row["model_type"] for row in rows))
+    cells = {(row["mix"], row["model_type"]): row for row in rows}
+    lines = ["| mix | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
+    for mix in dict.fromkeys(row["mix"] for row in rows):
+        lines.append(f"| `{mix}` | " + " | ".join(distance(cells[mix, model]) for model in models) + " |")
+    why = dict.fromkeys(f"{row['model_type']}, {row['lines'][0]}" for row in rows if row["verdict"] == "refused")
+    return "\n".join([*lines, "", *(f"- Refused: {reason}" for reason in why)]).rstrip()
+
+
+def distance(row: Mapping[str, Any]) -> str:
+    """Return one cell."""
+    return f"{row['worst']:.1e}" if row["verdict"] == "equal" else row["verdict"]
+
+
 def page() -> str:
     """Return the whole page."""
     figures = json.loads(FIGURES.read_text())
@@ -81,7 +107,9 @@ def page() -> str:
         families=len(families),
         worst=max(row["worst"] for row in ran),
     )
-    return f"{head}\n{table(rows)}\n"
+    return (
+        f"{head}\n{table(rows)}\n{HUGGING_FACE_HEAD}\n{of_hugging_face(json.loads(HUGGING_FACE.read_text())['rows'])}\n"
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -68,6 +68,7 @@ class Row:
             `caught` or `missed`; of a refused mix that was forced, `needless` if it came out equal.
         worst: largest relative distance from the reference, over everything that is compared.
         seconds: that it took.
+        axes: sizes of the mesh's axes above 1, of a mix that ran; `ep` borrows its ranks from `dp_shard`.
         initial_sha256: of its initial weights in fp32.
         lines: what differs, or why it was refused or failed.
     """
@@ -78,6 +79,7 @@ class Row:
     precision: str = "fp64"
     worst: float | None = None
     seconds: float = 0.0
+    axes: dict[str, int] = field(default_factory=dict)
     initial_sha256: str = ""
     lines: list[str] = field(default_factory=list)
 
@@ -331,7 +333,8 @@ class Oracle:
         bounds = BOUNDS[precision]
         allowed = {"loss of step": bounds.loss, "update": bounds.update}
         began = time.monotonic()
-        row = Row(mutant or str(mix), mix.ranks, "failed", precision)
+        axes = {axis: size for axis, size in asdict(plan.mesh).items() if size > 1}
+        row = Row(mutant or str(mix), mix.ranks, "failed", precision, axes=axes)
         try:
             got = self._run(rank.train, mix.ranks, plan, lr, mutant, timeout_s=timeout_s)
         except RanksError as error:

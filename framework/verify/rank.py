@@ -126,13 +126,13 @@ class Watch(Callback):
         return whole
 
 
-def train(plan: RunPlan, lr: float, mutant: str = "") -> Outcome:
-    """Train under the plan's mix, with a planted fault if one is named; called on every rank."""
+def train(plan: RunPlan, lr: float, mutant: str = "") -> Outcome | None:
+    """Train under the plan's mix, with a planted fault if one is named; called on every rank, rank 0 returns."""
     from framework.verify.mutants import by_name
 
     with by_name(mutant) if mutant else nullcontext():
-        outcome, _ = _train(plan, lr)
-    return outcome
+        outcome, trainer = _train(plan, lr)
+    return outcome if trainer.global_rank == 0 else None  # all have the same, whole
 
 
 def begin(plan: RunPlan, steps: int) -> tuple[Outcome, list[Any]]:

@@ -8,6 +8,9 @@ ranks in at least two; `test_parity_table.py` holds the table to that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
+
+from sampling import cover
 
 from framework.verify.reference import Bounds
 
@@ -209,3 +212,34 @@ MIXES = [
     ),
     Mix("fp16-mixed zbv2", 2, f"{FP16} pp=zbv {M4}"),
 ]
+
+CONCERNS = ("strategy", "tp", "pp", "cp", "activation", "trainer.accumulate_grad_batches", "trainer.gradient_clip_val")
+OPTIONS = (
+    [f"strategy={name}" for name in ("ddp", "fsdp")]
+    + [f"strategy.sharding={name}" for name in ("shard_grad_op",)]
+    + ["strategy.replicas=2", "strategy.cpu_offload=true", "tp=dtensor", "tp=megatron", "compile=block"]
+    + ["tp.sequence_parallel=true", "tp.loss_parallel=true", "activation=full", "activation=selective"]
+    + ["cp=ring", "cp=allgather", "cp=ulysses", "cp.balance=none"]
+    + [f"pp={name}" for name in ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble", "zbv", "dualpipev"]]
+    + [f"precision={name}" for name in ("fp64", "fp32", "bf16-mixed", "bf16-true", "fp16-mixed")]
+    + ["trainer.accumulate_grad_batches", "trainer.gradient_clip_val"]
+    + [f"trainer.gradient_clip_algorithm={name}" for name in ("norm", "inf_norm", "value")]
+)
+
+
+def words(mix: Mix) -> set[str]:
+    """Return what a row has: settings by value, and their keys."""
+    settings = dict(mix.settings)
+    if "trainer.gradient_clip_val" in settings:
+        settings.setdefault("trainer.gradient_clip_algorithm", "norm")
+    return {f"{key}={value}" for key, value in settings.items()} | set(settings)
+
+
+def _held(mix: Mix) -> set[str]:
+    concerns = [concern for concern in CONCERNS if concern in mix.settings]
+    pairs = {f"{one} x {other}" for one, other in combinations(concerns, 2)}
+    return {word for word in words(mix) if word in OPTIONS} | pairs | {f"{mix.ranks} ranks"}
+
+
+IN_SUITE = cover(MIXES, _held, lambda mix: mix.ranks, times=2, least=48)
+"""Each option, pair of concerns and number of ranks in two rows; `make campaign` runs all."""

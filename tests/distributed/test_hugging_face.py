@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from figures import keep
 from safetensors.torch import save_file
 
 from framework.errors import PlanError
 from framework.testing import WorkerPool
-from framework.verify.command import Composer, Oracle, flags_of
+from framework.verify.command import Composer, Oracle, Row, flags_of
 from framework.verify.mixes import Mix
 from framework_plugins.model.hf import CAUSAL, CausalLM, describe
 
@@ -23,6 +25,10 @@ ROWS = {
     "mistral": "pp=gpipe",
     "gpt2": "strategy=fsdp pp=1f1b",
 }
+MIXES = (
+    *("strategy=ddp", "strategy=fsdp", "tp=dtensor", "tp=megatron", "pp=gpipe", "strategy=fsdp tp=dtensor"),
+    *("strategy=fsdp pp=1f1b", "tp=megatron pp=gpipe", "strategy=fsdp tp=megatron pp=1f1b"),
+)
 WORDS = ["model=hf", "model.config={hidden_size: 32, num_hidden_layers: 2}", "model.context=16", "global_batch_size=8"]
 
 
@@ -33,10 +39,31 @@ def composer(folder: Path, *words: str) -> Composer:
 
 @pytest.mark.parametrize("model_type", ROWS)
 def test_it_equals_one_process(pool: WorkerPool, model_type: str, tmp_path: Path) -> None:
-    oracle = Oracle(pool, composer(tmp_path, f"model.model_type={model_type}"), steps=3)
-    plan = oracle.composer(ROWS[model_type].split())
-    row = oracle.judge(Mix(tuple(ROWS[model_type].split()), plan.world_size), plan)
-    assert (row.verdict, row.lines) == ("equal", [])
+    found = judged(Oracle(pool, composer(tmp_path, f"model.model_type={model_type}"), steps=3), ROWS[model_type])
+    assert (found.verdict, found.lines) == ("equal", [])
+
+
+@pytest.mark.campaign
+def test_campaign_of_all_mixes(pool: WorkerPool, tmp_path: Path) -> None:
+    """Writes `tests/campaign/hugging_face.json`, of which docs/models.md is made."""
+    rows = []
+    for model_type in ROWS:
+        oracle = Oracle(pool, composer(tmp_path, f"model.model_type={model_type}"), steps=3)
+        rows += [asdict(judged(oracle, mix)) | {"model_type": model_type} for mix in MIXES]
+    keep("hugging_face", {"rows": rows})
+    assert {row["verdict"] for row in rows} <= {"equal", "refused"}, rows
+    for model_type in ROWS:
+        assert sum(row["verdict"] == "equal" for row in rows if row["model_type"] == model_type) >= 5
+
+
+def judged(oracle: Oracle, words: str) -> Row:
+    """Hold a mix against one process."""
+    mix = tuple(words.split())
+    try:
+        plan = oracle.composer(mix)
+    except PlanError as error:
+        return Row(words, 0, "refused", lines=str(error).splitlines())
+    return oracle.judge(Mix(mix, plan.world_size), plan)
 
 
 def test_weights_of_a_folder_are_read_and_another_models_are_not(tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ import copy
 
 import pytest
 import torch
-from mixes import BOUNDS, MIXES, STEPS, Mix
+from mixes import BOUNDS, IN_SUITE, MIXES, STEPS, Mix
 from parity import LR, MOMENTUM, SHAPE, SmallGpt, global_batches, initial_of, mean_loss, outcomes_of, reference_of
 
 from framework.verify.reference import disagreements, train
 
 
-@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
+@pytest.mark.parametrize(
+    "mix", [pytest.param(mix, id=mix.name, marks=() if mix in IN_SUITE else pytest.mark.campaign) for mix in MIXES]
+)
 def test_mix_equals_the_reference(pool, mix):
     want = reference_of(pool, mix)
     assert len(want.losses) == STEPS
