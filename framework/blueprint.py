@@ -17,8 +17,8 @@ from framework.catalog import NONE, catalog
 from framework.draft import Draft
 from framework.errors import PlanError, Problem, UsageError
 from framework.guard import check_ranges, settings, typed
-from framework.options import describe_component, instance, spoken, typeable, unknown_arguments, unknown_names
 from framework.legality import requirements_of
+from framework.options import describe_component, instance, spoken, typeable, unknown_arguments, unknown_names
 from framework.plan import Requirements, RunPlan
 from framework.plugin_manager import OBJECT_SLOTS, manager_of
 from framework.schema import LIST_SLOTS, RunConfig, TrainerSettings

@@ -21,7 +21,7 @@ from framework.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, UsageError
 from framework.legality import requirements_of
 from framework.plan import Requirements, RunPlan
 from framework.plugin_manager import manager_of
-from framework.verify.mixes import MESH_SLOTS, Mix, every, pairwise
+from framework.verify.mixes import MESH_SLOTS, Mix, every, pairwise, slot_of, thinned
 from framework.verify.reference import Bounds, Distance, distances, global_norm, tensor_distances, unmoved
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SMALL = {"global_batch_size": "16", "threads": "1"}
 """What is set unless the user sets it; and the setting `context` of a model or data that has one."""
 
-CONTEXT = 32
+CONTEXT = 16
 """Tokens of a sequence, unless the user sets it: the weights are those of the whole model."""
 
 QUIET = {
@@ -49,6 +49,8 @@ BOUNDS = {"fp64": Bounds(), "fp32": Bounds(loss=1e-6, gradient=1e-5, update=1e-5
 TIMEOUT_S = 300.0
 FORCED_S = 45.0
 """Time limit of a mix that is refused and forced: it may hang."""
+COVERS = {"all": thinned, "pairwise": pairwise}
+"""Word after `--mixes=` -> which of the legal mixes it means."""
 GOOD = ("equal", "refused", "caught")
 SHOWN = 8
 """Lines that are printed of a wrong mix."""
@@ -96,7 +98,8 @@ def flags_of(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--mixes",
         metavar="all|pairwise|PATTERN",
-        help="all legal mixes, a cover of all pairs of words, or those that match ('*pp=zbv*'); else what is typed",
+        help="all: each option alone and each pair of options of two concerns, and mixes of three in which each pair "
+        "stands; pairwise: few mixes in which each pair stands; those that match ('*pp=zbv*'; '*' = every one)",
     )
     parser.add_argument(
         "--mutants",
@@ -125,7 +128,7 @@ def main(words: Sequence[str]) -> int:
     unknown = [word for word in overrides if word.startswith("-")]
     if unknown:
         raise UsageError(f"verify has no flag {' '.join(unknown)}. Type python -m framework verify --help.")
-    asked = [word for word in overrides if _slot(word) in (*MESH_SLOTS, "devices")]
+    asked = [word for word in overrides if slot_of(word) in (*MESH_SLOTS, "devices")]
     if flags.mixes and asked:
         raise UsageError(
             f"--mixes={flags.mixes} goes through many mixes and {' '.join(asked)} chooses one. Type one of the two."
@@ -185,7 +188,7 @@ class Composer:
         """
         from framework.compose import compose
 
-        slots = {_slot(word) for word in words}
+        slots = {slot_of(word) for word in words}
         off = [f"{slot}=none" for slot in _with_options() if slot not in slots]
         said = {word.partition("=")[0] for word in more}
         rest = [word for word in self.rest if word.partition("=")[0] not in said]
@@ -238,10 +241,6 @@ class Composer:
         return "fp32" if any(one is not None and "precision=fp64" in one.excludes for one in wants) else "fp64"
 
 
-def _slot(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0].partition(".")[0]
-
-
 def _with_options() -> dict[str, list[str]]:
     """Return the concerns of the mesh that have any option, and the names of these."""
     from framework.catalog import NONE, catalog
@@ -255,7 +254,7 @@ def _chosen(flags: argparse.Namespace, asked: Sequence[str], composer: Composer)
     if not flags.mixes:
         return [Mix(tuple(asked), 0)] if asked else []
     mixes = [mix for mix in every(composer.options(), flags.ranks) if mix.words]
-    if flags.mixes in ("all", "pairwise"):
+    if flags.mixes in COVERS:
         return mixes
     found = [mix for mix in mixes if fnmatch(str(mix), flags.mixes)]
     if not found:
@@ -373,8 +372,8 @@ def _rows(oracle: Oracle, flags: argparse.Namespace, asked: Sequence[str]) -> It
                 yield Row(str(mix), mix.ranks, "refused", lines=lines)
         else:
             plans.append((Mix(mix.words, plan.world_size), plan))
-    if flags.mixes == "pairwise":
-        cover = set(pairwise([mix for mix, _ in plans]))
+    if flags.mixes in COVERS:
+        cover = set(COVERS[flags.mixes]([mix for mix, _ in plans]))
         plans = [(mix, plan) for mix, plan in plans if mix in cover]
     if flags.force:
         yield from _forced_rows(oracle, reasons)
@@ -408,7 +407,7 @@ def _mutant_rows(oracle: Oracle, pattern: str) -> Iterator[Row]:
     healthy: set[tuple[str, ...]] = set()
     for mutant in chosen:
         words = mutant.words.split()
-        of_mesh = tuple(word for word in words if _slot(word) in MESH_SLOTS)
+        of_mesh = tuple(word for word in words if slot_of(word) in MESH_SLOTS)
         more = (*mutant.base, *(word for word in words if word not in of_mesh))
         plan = oracle.composer([*of_mesh, *(["devices=4"] if "strategy.replicas=2" in of_mesh else [])], more)
         mix = Mix(of_mesh, plan.world_size)

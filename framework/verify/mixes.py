@@ -38,7 +38,8 @@ def every(options: Options, most_ranks: int) -> Iterator[Mix]:
     """Yield the mixes that fit into `most_ranks`, small worlds first; not all are legal.
 
     They are all products of options. An axis that stands alone has each of `SIZES`, several have 2 each. A variant of
-    an option goes with each option of each other concern, in pairs: settings of three at once would add but time.
+    an option goes with each option of each other concern, in pairs: settings of three at once would add but time. One
+    that is a part of another variant stands alone only.
     """
     found: dict[tuple[str, ...], Mix] = {}
     ways: dict[str, list[tuple[str, ...]]] = {}
@@ -47,16 +48,19 @@ def every(options: Options, most_ranks: int) -> Iterator[Mix]:
         for option, variants in options.get(slot, {}).items():
             words = [tuple(f"{slot}.{setting}" for setting in variant.split()) for variant in ("", *variants)]
             ways[slot] += [(f"{slot}={option}", *settings) for settings in words]
-    for chosen in product(*ways.values()):
-        for mix in _sized([way for way in chosen if way], most_ranks):
+    parts = {way for some in ways.values() for way in some if any(set(way) < set(other) for other in some)}
+    for product_of_all in product(*ways.values()):
+        chosen = [way for way in product_of_all if way]
+        varied = [way for way in chosen if len(way) > 1]
+        if varied and (len(chosen) > 2 or (len(chosen) == 2 and parts.intersection(varied))):
+            continue
+        for mix in _sized(chosen, most_ranks):
             found.setdefault((*mix.words, str(mix.ranks)), mix)
     yield from sorted(found.values(), key=lambda mix: (mix.ranks, mix.words))
 
 
 def _sized(chosen: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
     """Yield one choice of options with each choice of sizes."""
-    if any(len(way) > 1 for way in chosen) and len(chosen) > 2:
-        return
     axes = [way for way in chosen if not way[0].startswith("ep=")]  # experts borrow their ranks from the strategy
     for sizes in product(SIZES if len(axes) == 1 else SIZES[:1], repeat=len(chosen)):
         words: list[str] = []
@@ -71,6 +75,20 @@ def _sized(chosen: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
                 words += [f"{slot}.size={size}"] if size != SIZES[0] else []
         if ranks <= most_ranks:
             yield Mix(tuple(words), ranks)
+
+
+def thinned(mixes: Sequence[Mix]) -> list[Mix]:
+    """Return the mixes of one and two concerns, and of those of three a cover of their pairs (`pairwise`)."""
+    groups: dict[tuple[str, ...], list[Mix]] = {}
+    for mix in mixes:
+        groups.setdefault(tuple(dict.fromkeys(slot_of(word) for word in mix.words)), []).append(mix)
+    kept = {mix for slots, group in groups.items() for mix in (group if len(slots) < 3 else pairwise(group))}
+    return [mix for mix in mixes if mix in kept]
+
+
+def slot_of(word: str) -> str:
+    """Return the concern that a word belongs to: `+tp=dtensor` and `tp.size=2` are of `tp`."""
+    return word.lstrip("+~").partition("=")[0].partition(".")[0]
 
 
 def pairwise(mixes: Sequence[Mix], seed: int = 0) -> list[Mix]:
