@@ -1,6 +1,6 @@
 # Everything works on a fresh machine that has only Python 3.11+ and make.
 #   make train     set up, then train a small GPT on four processes
-#   make test      set up, then the whole suite
+#   make test      set up, then the whole suite, in two processes side by side (JOBS=1: one after the other)
 #   make check     what a contributor runs before a commit: format, lint, types, import contracts, fast tests
 #   make campaign  hours of kills and mixes; writes its figures to tests/campaign/
 #   make compiled  tests of what needs C++ operators of DeepSpeed, which are compiled first (minutes; libaio's headers)
@@ -11,6 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+JOBS ?= 2
 
 .PHONY: train test check lint fast campaign compiled bench pictures clean
 
@@ -18,7 +19,7 @@ train: $(READY)
 	$(BIN)/python -m framework +strategy=fsdp +pp=gpipe $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not campaign and not compiled_ops" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not campaign and not compiled_ops" $(ARGS)
 
 check: lint fast
 

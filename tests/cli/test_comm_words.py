@@ -2,61 +2,56 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typing_in import Done, typing_in
+
+Typed = Callable[..., Done]
 
 
-def typed(folder: Path, *words: str, **exported: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "framework",
-        "plan",
-        "model=mlp",
-        "data=digits",
-        *words,
-        f"run_dir={folder / 'run'}",
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **exported}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=folder, env=env)
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    def run(*words: str, **exported: str) -> Done:
+        command = ["plan", "model=mlp", "data=digits", *words, f"run_dir={tmp_path / 'run'}"]
+        return typing_in(tmp_path, monkeypatch, capsys, command, **exported)
+
+    return run
 
 
 @pytest.mark.parametrize("value", ["nosuch0", "^lo", "127.0.0.1", "lo,nosuch0"])
-def test_p42_a_bad_interface_in_the_shell(tmp_path: Path, value: str) -> None:
-    done = typed(tmp_path, GLOO_SOCKET_IFNAME=value)
-    assert done.returncode == 2
-    assert f"GLOO_SOCKET_IFNAME={value} (exported in your shell)" in done.stderr
-    assert "this host has lo (127.0.0.1)" in done.stderr
+def test_p42_a_bad_interface_in_the_shell(typed: Typed, tmp_path: Path, value: str) -> None:
+    done = typed(GLOO_SOCKET_IFNAME=value)
+    assert done.code == 2
+    assert f"GLOO_SOCKET_IFNAME={value} (exported in your shell)" in done.err
+    assert "this host has lo (127.0.0.1)" in done.err
     assert not (tmp_path / "run").exists()
 
 
-def test_all_that_is_wrong_at_once(tmp_path: Path) -> None:
+def test_all_that_is_wrong_at_once(typed: Typed) -> None:
     words = ("comm=ring", "comm.interface=nosuch0", "comm.env.NCCL_NTHREADS=100", "+comm.env.NCCL_ALGOS=Ring")
-    done = typed(tmp_path, *words, NCCL_TIMEOUT="15")
-    assert done.returncode == 2
+    done = typed(*words, NCCL_TIMEOUT="15")
+    assert done.code == 2
     for expected in (
         "comm.interface=nosuch0", "comm.env.NCCL_NTHREADS=100", "Type comm.env.NCCL_ALGO.",
         "Type `unset NCCL_TIMEOUT` and timeout_s=15.",
     ):  # fmt: skip
-        assert expected in done.stderr
+        assert expected in done.err
 
 
 @pytest.mark.parametrize("word", ["timeout_s=-1", "timeout_s=abc", "comm.timeout_s=0"])
-def test_p43_bad_time_limits(tmp_path: Path, word: str) -> None:
-    done = typed(tmp_path, word)
-    assert done.returncode == 2
-    assert "timeout_s" in done.stderr
+def test_p43_bad_time_limits(typed: Typed, word: str) -> None:
+    done = typed(word)
+    assert done.code == 2
+    assert "timeout_s" in done.err
 
 
-def test_what_is_in_effect_is_shown(tmp_path: Path) -> None:
-    done = typed(tmp_path, "comm=ring", NCCL_ALGO="Tree", NCCL_DEBUG="WARN")
-    assert done.returncode == 0, done.stderr
+def test_what_is_in_effect_is_shown(typed: Typed) -> None:
+    done = typed("comm=ring", NCCL_ALGO="Tree", NCCL_DEBUG="WARN")
+    assert done.code == 0, done.err
     for expected in ("NCCL_ALGO=Tree (exported, instead of Ring)", "NCCL_DEBUG=WARN (exported)", "NCCL_NTHREADS=256"):
-        assert expected in done.stdout
+        assert expected in done.out
 
 
 def test_debug_has_a_longer_time_limit_unless_one_is_typed() -> None:

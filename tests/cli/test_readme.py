@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typing_in import typing_in
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["global_batch_size=8", "trainer.limit_val_batches=1", "threads=1"]
@@ -100,10 +101,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "code"), ALONE, ids=[command for command, _ in ALONE])
-def test_command(command: str, code: int, folder: Path) -> None:
-    done = run(command, folder)
-    assert done.returncode == code, f"{shlex.join(done.args)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert "\x1b" not in done.stdout, "there is no terminal: no control characters"
+def test_command(
+    command: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shortened(command)
+    if words[1:4] == ["-m", "framework", "plan"]:
+        planned = typing_in(folder, monkeypatch, capsys, words[3:])
+        got, out, err = planned.code, planned.out, planned.err
+    else:
+        done = run(command, folder)
+        got, out, err = done.returncode, done.stdout, done.stderr
+    assert got == code, f"{shlex.join(words)}\n{out[-3000:]}\n{err[-3000:]}"
+    assert "\x1b" not in out, "there is no terminal: no control characters"
 
 
 @pytest.mark.slow

@@ -40,6 +40,18 @@ def test_campaign_of_all_mixes(capsys):
     keep("mixes", {"seconds": time.monotonic() - began, "cores": os.cpu_count(), "models": models})
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", ["gpt", "moe"])
+def test_a_cover_of_all_pairs_is_equal(capsys, model):
+    """What the suite runs of the campaign: with fewer steps, mixes in which any two options stand together."""
+    code = cli.main(["verify", "--mixes=pairwise", "--json", "--steps", "2", f"model={model}"])
+    result = json.loads(capsys.readouterr().out)
+    assert code == EXIT_OK, [row for row in result["rows"] if row["verdict"] not in ("equal", "refused")]
+    assert result["verdicts"]["equal"] > 50
+    assert len(result["initial_sha256"]) == 1
+
+
 def test_a_typed_mix_is_held_against_one_process(capsys):
     assert cli.main(["verify", "+strategy=fsdp", "+tp=dtensor", *SMALL, "--steps", "2"]) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()

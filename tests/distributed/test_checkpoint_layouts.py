@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,23 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_reads_what_every_layout_wrote(pool: WorkerPool, saved: Path, layout: str) -> None:
-    for report in pool.run(load_all, RANKS, str(saved), (*LAYOUTS, "one/replica"), (layout,), timeout=120):
+    check(pool, saved, layout, LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_reads_what_some_wrote(pool: WorkerPool, saved: Path, layout: str) -> None:
+    """Each is read by three others: the two behind it in the list, and one half of the list away."""
+    at = LAYOUTS.index(layout)
+    check(pool, saved, layout, [LAYOUTS[(at + shift) % len(LAYOUTS)] for shift in (1, 2, len(LAYOUTS) // 2 + 1)])
+
+
+def check(pool: WorkerPool, saved: Path, layout: str, writers: Sequence[str]) -> None:
+    for report in pool.run(load_all, RANKS, str(saved), (*writers, "one/replica"), (layout,), timeout=120):
         assert {pair: problems for pair, problems in report.items() if problems} == {}
-        assert len(report) == len(LAYOUTS) + 2
+        assert len(report) == len(writers) + 2
 
 
 def test_one_process_reads_what_every_layout_wrote(pool: WorkerPool, saved: Path) -> None:

@@ -9,7 +9,7 @@ from figures import keep
 from random_mixes import draw, measure
 
 SEED = 7
-SAMPLE = 4
+SAMPLE = 2
 
 
 @pytest.mark.parametrize("number", range(SAMPLE))
