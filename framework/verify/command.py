@@ -191,7 +191,12 @@ class Composer:
         slots = {slot_of(word) for word in words}
         off = [f"{slot}=none" for slot in _with_options() if slot not in slots]
         said = {word.partition("=")[0] for word in more}
-        rest = [word for word in self.rest if word.partition("=")[0] not in said]
+        other_model = {"model", "model._target_"} & said  # which may not have the setting that was made smaller
+        rest = [
+            word
+            for word in self.rest
+            if word.partition("=")[0] not in said and not (other_model and word.startswith("model."))
+        ]
         precise = f"precision={precision or self.most_exact(words)}"
         return compose([*words, *off, precise, *more, *rest], self.config_name)
 
