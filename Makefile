@@ -4,22 +4,24 @@
 #   make check     what a contributor runs before a commit: format, lint, types, import contracts, fast tests
 #   make campaign  hours of kills and mixes; writes its figures to tests/campaign/
 #   make compiled  tests of what needs C++ operators of DeepSpeed, which are compiled first (minutes; libaio's headers)
+#   make horovod   build Horovod in an environment of its own (minutes; kept for the next time) and run its tests
 #   make bench     measurements: make bench ARGS=overhead (or memory, start, zero); nothing else should run meanwhile
 #   make pictures  draw docs/images/ again from a run
 PYTHON ?= python3
 VENV ?= .venv
+HOROVOD_VENV ?= .venv-horovod
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: train test check lint fast campaign compiled bench pictures clean
+.PHONY: train test check lint fast campaign compiled horovod bench pictures clean
 
 train: $(READY)
 	$(BIN)/python -m framework +strategy=fsdp +pp=gpipe $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not campaign and not compiled_ops" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not campaign and not compiled_ops and not horovod" $(ARGS)
 
 check: lint fast
 
@@ -30,7 +32,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 fast: $(READY)
-	$(BIN)/python -m pytest -m "not campaign and not compiled_ops and not slow" tests/unit tests/contract $(ARGS)
+	$(BIN)/python -m pytest -m "not campaign and not compiled_ops and not horovod and not slow" tests/unit tests/contract $(ARGS)
 
 campaign: $(READY)
 	$(BIN)/python -m pytest -m campaign --timeout 0 $(ARGS)
@@ -39,6 +41,10 @@ campaign: $(READY)
 
 compiled: $(READY)
 	$(BIN)/python -m pytest -m compiled_ops --timeout 1800 $(ARGS)
+
+horovod:
+	PYTHON=$(PYTHON) HOROVOD_VENV=$(HOROVOD_VENV) sh tools/horovod_recipe.sh
+	$(HOROVOD_VENV)/bin/python -m pytest -m horovod $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python tools/bench.py $(ARGS)
@@ -57,4 +63,4 @@ $(READY): pyproject.toml setup.py constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs multirun
+	rm -rf $(VENV) $(HOROVOD_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs multirun

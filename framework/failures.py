@@ -18,7 +18,7 @@ from framework.plan import Failure
 SYMPTOM = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|DistNetworkError|DistStoreError|gloo::|"
     r"recvValue failed|sendBytes failed|failed to recv|socket (closed|timeout)|remote process exited|"
-    r"ncclRemoteError|NCCL communicator was aborted",
+    r"ncclRemoteError|NCCL communicator was aborted|Horovod has been shut down",
     re.IGNORECASE,
 )
 """What a rank says when another one is gone. Never the headline while any other failure is known."""

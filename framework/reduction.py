@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -44,19 +45,21 @@ class _Bucket:
         self._wire: Tensor | None = None
         self._work: Any = None
 
-    def start(self, group: dist.ProcessGroup, wire_dtype: torch.dtype | None, in_place: bool) -> None:
-        """Send the gradients, divided by the number of ranks and then rounded; zeros where there is none."""
+    def start(
+        self, send: Callable[[Tensor], Any], replicas: int, wire_dtype: torch.dtype | None, in_place: bool
+    ) -> None:
+        """Send the gradients, divided by the number of replicas and then rounded; zeros where there is none."""
         self._pieces = [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in self.parameters]
         first = self._pieces[0]
         dtype = wire_dtype or first.dtype
         self._wire = None
         if in_place and len(self._pieces) == 1 and dtype is first.dtype and first.is_contiguous():
-            wire = first.div_(group.size())
+            wire = first.div_(replicas)
         else:
             flat = first.flatten() if len(self._pieces) == 1 else torch.cat([p.flatten() for p in self._pieces])
-            wire = self._wire = (flat / group.size()).to(dtype)
+            wire = self._wire = (flat / replicas).to(dtype)
         if wire.numel():
-            self._work = dist.all_reduce(wire, group=group, async_op=True)
+            self._work = send(wire)
 
     def wait(self, stays_none: Callable[[nn.Parameter], bool]) -> None:
         """Put the averages into the gradients."""
@@ -80,6 +83,8 @@ class _Bucket:
 class GradientReduction:
     """Averages the gradients of one `ModelPart` over its replicas; a `framework.parts.Reduction`.
 
+    Sums are torch's; a library with all-reduces of its own overrides `send`.
+
     Args:
         parameters: name -> parameter, in the order of the model; frozen ones are left out.
         group: the replicas.
@@ -92,6 +97,9 @@ class GradientReduction:
         find_unused: a parameter may get no gradient on some ranks (it counts as zero there) or on none (it stays None).
         buffers_of: modules whose own buffers are copied from the first replica at the end of each optimizer step.
     """
+
+    takes_sparse = "strategy.reduction=bucketed without tp and pp"
+    """What to type where a gradient is sparse, which isn't reduced here."""
 
     def __init__(
         self,
@@ -107,6 +115,7 @@ class GradientReduction:
         buffers_of: Iterable[nn.Module] = (),
     ) -> None:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._names = {parameter: name for name, parameter in self.parameters.items()}
         self.group = group
         self.wire_dtype = wire_dtype
         self.early = early
@@ -150,6 +159,13 @@ class GradientReduction:
             **settings,
         )
 
+    def send(self, values: Tensor, name: str) -> Any:
+        """Start to add up `values` over the replicas, in place; return an object whose `wait()` ends when they are.
+
+        Called in the same order on all replicas, with the same names: that of a bucket's last parameter.
+        """
+        return dist.all_reduce(values, group=self.group, async_op=True)
+
     def _counting(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         def accumulated(parameter: Tensor) -> None:
             if self._sync:
@@ -170,12 +186,12 @@ class GradientReduction:
         bucket = self._buckets[self._started]
         for parameter in bucket.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
-                name = next(name for name, p in self.parameters.items() if p is parameter)
                 raise RunFailedError(
-                    f"The gradient of {name} is sparse, which only torch's DDP wrapper reduces; build its layer with "
-                    "sparse=False, or type strategy.reduction=bucketed without tp and pp."
+                    f"The gradient of {self._names[parameter]} is sparse, which only torch's DDP wrapper reduces; "
+                    f"build its layer with sparse=False, or type {self.takes_sparse}."
                 )
-        bucket.start(self.group, self.wire_dtype, self.own_gradients)
+        send = partial(self.send, name=self._names[bucket.parameters[0]])
+        bucket.start(send, self.group.size(), self.wire_dtype, self.own_gradients)
         self._started += 1
 
     @contextmanager
@@ -214,7 +230,7 @@ class GradientReduction:
         parameters = list(self.parameters.values())
         device = parameters[0].device if parameters else torch.device("cpu")
         counts = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
-        dist.all_reduce(counts, group=self.group)
+        self.send(counts, "used parameters").wait()
         return dict(zip(parameters, counts.bool().tolist(), strict=True))
 
     def _copy_buffers(self) -> None:

@@ -95,6 +95,36 @@ class Mlp(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
 
+class TwoHeads(Mlp):
+    """Head B takes part in the loss on some ranks, or nowhere.
+
+    Args:
+        ranks: on which head B is used.
+        optimizer: of all parameters.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.ranks, self.optimizer_name = ranks, optimizer
+        generator = torch.Generator().manual_seed(5)
+        self.head_b = nn.Linear(4, 4)
+        for parameter in self.head_b.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y = self(batch["x"])
+        loss = nn.functional.mse_loss(y, batch["y"])
+        if self.global_rank in self.ranks:
+            loss = loss + self.head_b(batch["x"]).sum()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer_name == "adamw":
+            return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 def regression(samples: int, seed: int = 11, dtype: torch.dtype = torch.float32) -> Rows:
     """Random `x` and `y` of 4 columns."""
     generator = torch.Generator().manual_seed(seed)

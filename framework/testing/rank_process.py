@@ -20,6 +20,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 
 PR_SET_PDEATHSIG = 1
+ONCE = ("horovod.torch",)
+"""Libraries that crash when a process uses them again among other ranks: after one call with any it ends."""
 
 
 @dataclass
@@ -38,13 +40,17 @@ class Task:
 
 @dataclass
 class Done:
-    """How a call ended: the pickled result, or the error's text, class name, traceback and time (s since the epoch)."""
+    """How a call ended: the pickled result, or the error's text, class name, traceback and time (s since the epoch).
+
+    `spent`: this process can't make another call.
+    """
 
     value: bytes = b""
     error: str = ""
     kind: str = ""
     traceback: str = ""
     time: float = 0.0
+    spent: bool = False
 
 
 def serve(pipe: Connection, log: str) -> None:
@@ -69,7 +75,9 @@ def serve(pipe: Connection, log: str) -> None:
             task: Task = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send_bytes(pickle.dumps(_make(task)))
+        done = _make(task)
+        done.spent = any(name in sys.modules for name in ONCE)
+        pipe.send_bytes(pickle.dumps(done))
 
 
 def _make(task: Task) -> Done:

@@ -202,6 +202,8 @@ class WorkerPool:
                 done[number] = _receive(ranks[number])
             if not failed and any(report.error for report in done.values()):
                 end = min(end, time.monotonic() + GRACE_S)
+        if any(report.spent for report in done.values()) and len(done) == world_size:
+            self._stop()
         if len(done) == world_size and not any(report.error for report in done.values()):
             return [pickle.loads(done[number].value) for number in range(world_size)]
         late = [number for number in range(world_size) if number not in done]

@@ -93,7 +93,10 @@ def test_a_path_with_equals_and_blanks_reaches_the_plan_unchanged(tmp_path):
         ("on_nonfinite=ignore", ["raise, skip"]),
         ("timeout_s=0", ["timeout_s=0", "more than 0"]),
         ("name=a b", ["Type name=a-b."]),
-        ("strategy.size=2", ["no strategy is chosen", "strategy=ddp or strategy=deepspeed or strategy=fsdp"]),
+        (
+            "strategy.size=2",
+            ["no strategy is chosen", "strategy=ddp or strategy=deepspeed or strategy=fsdp or strategy=horovod"],
+        ),
         ("pp.size=4", ["no pp is chosen", "pp=gpipe"]),
         ("model.widht=4", ["'widht'", "Type model.width=4."]),
         ("logger.csv.fil=x", ["Type logger.csv.file=x."]),
