@@ -25,7 +25,7 @@ from framework.adapters import torch_private
 from framework.errors import RunFailedError, UsageError
 from framework.state import clean
 
-CHUNK = 1 << 20
+CHUNK = 1 << 16
 """Elements filled at once: bounds the memory for positions and 64-bit values."""
 
 REPLAYED = frozenset(
@@ -253,6 +253,12 @@ def materialize(
     """
     made: dict[str, nn.Parameter] = {}
     before: dict[str, nn.Parameter] = {}
+
+    def draw(first: str) -> None:
+        fill(made[first], origin.steps[first], counter.derive("weights", seed, first))
+        if each is not None:
+            each(made[first])
+
     with torch.no_grad():
         for name, holder, key in _named(module, "_parameters"):
             parameter = holder._parameters[key]
@@ -263,14 +269,16 @@ def materialize(
                     empty = torch.empty_like(parameter, device=parameters_on or device)
                     made[first] = nn.Parameter(empty, parameter.requires_grad)
                     made[first].__dict__.update(parameter.__dict__)  # what its author or a plugin noted on it
-                    fill(made[first], origin.steps[first], counter.derive("weights", seed, first))
                     before[first] = parameter
                     if each is not None:
-                        each(made[first])
+                        draw(first)
                 _check_alike(first, before[first], name, parameter)
                 holder._parameters[key] = made[first]
             elif parameter is not None and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(device)
+        if each is None:
+            for first in made:  # all have their memory by now: what drawing needs for a moment leaves no holes between
+                draw(first)
         for name, holder, key in _named(module, "_buffers"):
             buffer = holder._buffers[key]
             if buffer is not None and buffer.is_meta:

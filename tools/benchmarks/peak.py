@@ -66,6 +66,7 @@ def rise(plan: dict[str, Any]) -> tuple[int, int]:
     """Start as one rank of `plan`; return by how much memory rose at most, and the bytes of this rank's parameters."""
     import framework
     from framework.objects import build
+    from framework.trainer import build_model
 
     frozen = RunPlan.from_dict(plan)
     torch.set_num_threads(1)
@@ -74,7 +75,7 @@ def rise(plan: dict[str, Any]) -> tuple[int, int]:
     data = build(frozen.components["data"])
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the mark begins anew
-    trainer.fit(build(frozen.components["model"]), datamodule=data)
+    trainer.fit(build_model(frozen), datamodule=data)
     return started.peak - before, started.shard
 
 
