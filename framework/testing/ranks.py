@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from framework.errors import FrameworkError
-from framework.testing.rank_process import Done, Task, serve
+from framework.testing.rank_process import Done, Task, dumps, serve
 
 T = TypeVar("T")
 
@@ -225,7 +225,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
 
 def _pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     try:
-        return pickle.dumps((fn, args, kwargs))
+        return dumps((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"{getattr(fn, '__qualname__', fn)} and its arguments travel to other processes by pickle, which failed: "

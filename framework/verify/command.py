@@ -98,8 +98,8 @@ def flags_of(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--mixes",
         metavar="all|pairwise|PATTERN",
-        help="all: each option alone and each pair of options of two concerns, and mixes of three in which each pair "
-        "stands; pairwise: few mixes in which each pair stands; those that match ('*pp=zbv*'; '*' = every one)",
+        help="all: each option alone, each pair of options of two concerns, some mixes of three; pairwise: few mixes "
+        "in which each pair stands; those that match ('*pp=zbv*'; '*' = every one)",
     )
     parser.add_argument(
         "--mutants",

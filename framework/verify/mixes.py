@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -78,12 +79,41 @@ def _sized(chosen: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
 
 
 def thinned(mixes: Sequence[Mix]) -> list[Mix]:
-    """Return the mixes of one and two concerns, and of those of three a cover of their pairs (`pairwise`)."""
-    groups: dict[tuple[str, ...], list[Mix]] = {}
+    """Return what a long run goes through: `mixes` of one and of two concerns, and few of the others.
+
+    Of two concerns with a variant each word stands in two mixes with the same concerns; of three and more in one, since
+    these need most processes.
+    """
+    groups: dict[tuple[Any, ...], list[Mix]] = {}
     for mix in mixes:
-        groups.setdefault(tuple(dict.fromkeys(slot_of(word) for word in mix.words)), []).append(mix)
-    kept = {mix for slots, group in groups.items() for mix in (group if len(slots) < 3 else pairwise(group))}
+        slots = tuple(dict.fromkeys(slot_of(word) for word in mix.words))
+        groups.setdefault((*slots, _varied(mix)), []).append(mix)
+    times = {
+        key: 1 if len(key) > 3 else 2 if len(key) == 3 and key[-1] else len(group) for key, group in groups.items()
+    }
+    kept = {mix for key, group in groups.items() for mix in _each_word(group, times[key])}
     return [mix for mix in mixes if mix in kept]
+
+
+def _varied(mix: Mix) -> bool:
+    return any("." in word.partition("=")[0] and ".size=" not in word for word in mix.words)
+
+
+def _each_word(mixes: Sequence[Mix], times: int, seed: int = 0) -> list[Mix]:
+    """Return few of `mixes`, in which each word stands `times`, or as often as there is."""
+    if times >= len(mixes):
+        return list(mixes)
+    left = list(mixes)
+    random.Random(seed).shuffle(left)
+    missing = Counter(word for mix in mixes for word in mix.words)
+    missing = Counter({word: min(times, count) for word, count in missing.items()})
+    kept = []
+    while +missing:
+        best = max(left, key=lambda mix: sum(missing[word] > 0 for word in mix.words) / mix.ranks)
+        left.remove(best)
+        kept.append(best)
+        missing -= Counter(best.words)
+    return kept
 
 
 def slot_of(word: str) -> str:
