@@ -47,7 +47,8 @@ def building(allowed: bool, say: Callable[[str], None]) -> Generator[None, None,
 
 
 def forget_earlier_runs() -> None:
-    """Forget what DeepSpeed keeps in globals of the process: groups of an earlier world, numbers of its parameters.
+    """Forget what DeepSpeed keeps in globals of the process: groups of an earlier world, numbers of its parameters and
+    modules (these in the default of an argument).
 
     The numbers must be the same on all ranks, and a process that serves several runs in turn may have seen other ones.
     """
@@ -58,6 +59,8 @@ def forget_earlier_runs() -> None:
     autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None
     init: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
     init.param_id = init.num_persisted_parameters = init.num_persisted_elements = 0
+    offload: Any = importlib.import_module("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
+    offload._register_deepspeed_module.__defaults__[0][0] = 0
 
 
 def partition(init: Any, parameter: nn.Parameter) -> None:

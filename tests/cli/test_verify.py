@@ -15,7 +15,7 @@ from figures import keep
 from framework import Problem, cli, hookimpl, plugin_manager
 from framework.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE
 from framework.verify import command, reference
-from framework.verify.mixes import every, pairwise
+from framework.verify.mixes import every, pairwise, slot_of, thinned
 from framework.verify.mutants import MUTANTS
 
 SMALL = [
@@ -233,6 +233,24 @@ def test_mixes_are_products_that_fit_and_pairs_are_covered():
     for one, other in (("strategy=ddp", "pp=zbv"), ("tp.loss_parallel=true", "strategy.replicas=2")):
         together = [mix for mix in mixes if one in mix.words and other in mix.words]
         assert not together or [mix for mix in cover if one in mix.words and other in mix.words]
+
+
+def test_a_long_run_leaves_out_what_shows_nothing_new():
+    """Every option alone and every pair of options stays; of three concerns and of variants each word stays."""
+    mixes = list(every(OPTIONS, 8))
+    kept = thinned(mixes)
+    out = set(mixes) - set(kept)
+    assert out
+    for mix in out:
+        assert len({slot_of(word) for word in mix.words}) == 3 or "." in "".join(mix.words)
+    assert {word for mix in kept for word in mix.words} == {word for mix in mixes for word in mix.words}
+
+
+def test_a_part_of_a_variant_stands_alone_only():
+    options = {"tp": {"dtensor": ("a=1", "b=1", "a=1 b=1")}, "pp": {"gpipe": ()}}
+    words = {mix.words for mix in every(options, 4) if "tp.a=1" in mix.words and "tp.size=4" not in mix.words}
+    both = ("tp=dtensor", "tp.a=1", "tp.b=1")
+    assert words == {both[:2], both, (*both, "pp=gpipe")}
 
 
 def test_the_reference_imports_nothing_of_ours():

@@ -413,6 +413,8 @@ def test_what_the_adapter_reaches_for_in_deepspeed() -> None:
     init = partition_parameters.Init
     assert callable(init._convert_to_zero_parameters)
     assert {"param_id", "num_persisted_parameters", "num_persisted_elements"} <= set(vars(init))
+    offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
+    assert [type(one) for (one,) in offload._register_deepspeed_module.__defaults__] == [int]
     for zero in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
         scale = inspect.getsource(zero.override_loss_scale)
         assert "self.custom_loss_scaler = True" in scale
