@@ -53,7 +53,9 @@ def test_campaign_of_all_mixes(pool: WorkerPool, tmp_path: Path) -> None:
     keep("hugging_face", {"rows": rows})
     assert {row["verdict"] for row in rows} <= {"equal", "refused"}, rows
     for model_type in ROWS:
-        assert sum(row["verdict"] == "equal" for row in rows if row["model_type"] == model_type) >= 5
+        assert (
+            sum(row["verdict"] == "equal" for row in rows if row["model_type"] == model_type) >= 4
+        )  # GPT-2 has no plan for tp
 
 
 def judged(oracle: Oracle, words: str) -> Row:
