@@ -84,8 +84,8 @@ class Launched:
                     found.append(int(folder.name))
         return found
 
-    def wait(self, limit: float = 60.0) -> int:
-        """Return the exit code; fail if it takes longer than `limit` seconds."""
+    def wait(self, limit: float = 150.0) -> int:
+        """Return the exit code; fail if it takes longer than `limit` seconds: starting up, beside other tests, may."""
         return self.process.wait(limit)
 
     def output(self) -> str:

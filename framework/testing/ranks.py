@@ -31,7 +31,7 @@ from framework.testing.rank_process import Done, Task, dumps, serve
 T = TypeVar("T")
 
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "lightning.pytorch", "framework.trainer")
-START_UP_S = 60.0
+START_UP_S = 120.0
 """Time limit for starting the processes: importing torch and Lightning took up to 45 s on a busy machine."""
 GRACE_S = 5.0
 """How long the other ranks may go on after one has failed: they are likely to wait for it for ever."""

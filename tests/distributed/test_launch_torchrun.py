@@ -12,7 +12,7 @@ from plans import option
 
 from framework.plan import RunPlan
 
-START_UP_S = 120.0
+START_UP_S = 150.0
 
 
 def torchrun(ranks: int, *more: str) -> list[str]:
