@@ -54,7 +54,7 @@ COVERS = {"all": thinned, "pairwise": pairwise}
 GOOD = ("equal", "refused", "caught")
 SHOWN = 8
 """Lines that are printed of a wrong mix."""
-SHARE = 0.005
+SHARE = 0.01
 """By what share of the weights the first step moves them: the learning rate is chosen for that."""
 
 
