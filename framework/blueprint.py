@@ -63,7 +63,7 @@ class Blueprint:
     facts: dict[str, Any] = field(default_factory=dict)
     described: dict[str, tuple[dict[str, Any], list[Problem]]] = field(default_factory=dict)
     roots: dict[str, DictConfig] = field(default_factory=dict)
-    given: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+    wanted: dict[tuple[str, str], Requirements | None] = field(default_factory=dict)
 
     def vary(self, words: Sequence[str], devices: int | str = "auto") -> Blueprint:
         """Return this run under another mix, in milliseconds: nothing is composed again, model and facts are shared.
@@ -99,13 +99,14 @@ class Blueprint:
         built = None if problems else instance(slot, spec, problems)
         return None if problems else (spec, built)
 
-    def gives(self, slot: str, name: str) -> frozenset[str]:
-        """Return what an option gives with its defaults; nothing if it can't be built with these."""
-        if (slot, name) not in self.given:
+    def wants(self, slot: str, name: str) -> Requirements | None:
+        """Return what an option needs, gives and excludes with its defaults; None if it can't be built with these."""
+        if (slot, name) not in self.wanted:
             built = self.option(slot, name)
-            needs = {} if built is None else requirements_of(manager_of({slot: built[1]}))
-            self.given[slot, name] = needs.get(slot, Requirements()).gives
-        return self.given[slot, name]
+            self.wanted[slot, name] = (
+                None if built is None else requirements_of(manager_of({slot: built[1]})).get(slot, Requirements())
+            )
+        return self.wanted[slot, name]
 
     def plan(
         self,

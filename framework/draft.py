@@ -107,7 +107,8 @@ class Draft:
         found = set()
         for slot, options in catalog().options.items():
             for name in options if slot not in OBJECT_SLOTS else ():
-                if words & self.blueprint.gives(slot, name):
+                wants = self.blueprint.wants(slot, name)
+                if wants is not None and words & wants.gives:
                     found.add(slot)
         return found
 

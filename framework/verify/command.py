@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from framework.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, UsageError
-from framework.legality import requirements_of
-from framework.plan import Requirements, RunPlan
-from framework.plugin_manager import manager_of
+from framework.plan import RunPlan
 from framework.verify.mixes import MESH_SLOTS, Mix, every, pairwise, slot_of, thinned
 from framework.verify.reference import Bounds, Distance, distances, global_norm, tensor_distances, unmoved
 
@@ -172,7 +170,6 @@ class Composer:
         if clash:
             raise UsageError(f"verify sets {', '.join(sorted(clash))} itself. Leave that out.")
         self.config_name = flags.config_name
-        self._wants: dict[tuple[str, str], Requirements | None] = {}
         self.rest = [*rest, *(f"{key}={value}" for key, value in kept.items())]
         context = (self._one_process().values.get("model") or {}).get("context")
         if isinstance(context, int) and context > CONTEXT and not typed & {"model.context", "data.context"}:
@@ -224,25 +221,16 @@ class Composer:
 
     def options(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Return the options of the concerns of the mesh that need no setting, and the variants of each."""
-        found = {slot: {name: self.wants(slot, name) for name in names} for slot, names in _with_options().items()}
+        found = {slot: {name: self.base.wants(slot, name) for name in names} for slot, names in _with_options().items()}
         return {
             slot: {name: wants.variants for name, wants in options.items() if wants is not None}
             for slot, options in found.items()
         }
 
-    def wants(self, slot: str, name: str) -> Requirements | None:
-        """Return what an option needs, gives and excludes; None if it can't be built with its defaults."""
-        if (slot, name) not in self._wants:
-            built = self.base.option(slot, name)
-            self._wants[slot, name] = (
-                None if built is None else requirements_of(manager_of({slot: built[1]})).get(slot, Requirements())
-            )
-        return self._wants[slot, name]
-
     def most_exact(self, words: Sequence[str]) -> str:
         """Return the precision in which a mix is verified: fp64, or fp32 if an option of it excludes that."""
         chosen = [word.lstrip("+~").partition("=") for word in words]
-        wants = [self.wants(slot, name) for slot, _, name in chosen if slot in MESH_SLOTS]
+        wants = [self.base.wants(slot, name) for slot, _, name in chosen if slot in MESH_SLOTS]
         return "fp32" if any(one is not None and "precision=fp64" in one.excludes for one in wants) else "fp64"
 
 

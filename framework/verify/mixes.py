@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any
+from typing import Any, TypeVar
 
 MESH_SLOTS = ("strategy", "tp", "pp", "cp", "ep")
 """Concerns that have an axis of the mesh."""
 
 SIZES = (2, 4)
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,10 @@ def thinned(mixes: Sequence[Mix]) -> list[Mix]:
     for mix in mixes:
         slots = tuple(dict.fromkeys(slot_of(word) for word in mix.words))
         groups.setdefault((*slots, _varied(mix)), []).append(mix)
-    times = {
-        key: 1 if len(key) > 3 else 2 if len(key) == 3 and key[-1] else len(group) for key, group in groups.items()
-    }
-    kept = {mix for key, group in groups.items() for mix in _each_word(group, times[key])}
+    kept: set[Mix] = set()
+    for (*concerns, varied), group in groups.items():
+        times = 1 if len(concerns) > 2 else 2 if len(concerns) == 2 and varied else 0
+        kept |= set(cover(group, lambda mix: mix.words, lambda mix: mix.ranks, times) if times else group)
     return [mix for mix in mixes if mix in kept]
 
 
@@ -99,21 +101,33 @@ def _varied(mix: Mix) -> bool:
     return any("." in word.partition("=")[0] and ".size=" not in word for word in mix.words)
 
 
-def _each_word(mixes: Sequence[Mix], times: int, seed: int = 0) -> list[Mix]:
-    """Return few of `mixes`, in which each word stands `times`, or as often as there is."""
-    if times >= len(mixes):
-        return list(mixes)
-    left = list(mixes)
-    random.Random(seed).shuffle(left)
-    missing = Counter(word for mix in mixes for word in mix.words)
-    missing = Counter({word: min(times, count) for word, count in missing.items()})
-    kept = []
-    while +missing:
-        best = max(left, key=lambda mix: sum(missing[word] > 0 for word in mix.words) / mix.ranks)
+def cover(
+    rows: Sequence[Row],
+    words: Callable[[Row], Collection[str]],
+    ranks: Callable[[Row], int],
+    times: int,
+    least: int = 0,
+) -> list[Row]:
+    """Return few rows, small worlds first, in which each word stands in `times` rows, or in all that have it.
+
+    Args:
+        rows: the table.
+        words: of a row.
+        ranks: of a row: what it costs.
+        times: how often a word must stand.
+        least: how many rows at least; what is missing is drawn with a fixed seed.
+    """
+    left = list(rows)
+    random.Random(0).shuffle(left)
+    have = Counter(word for row in rows for word in words(row))
+    missing = {word: min(times, count) for word, count in have.items()}
+    chosen: list[Row] = []
+    while left and (any(missing.values()) or len(chosen) < least):
+        best = max(left, key=lambda row: sum(missing[word] > 0 for word in words(row)) / ranks(row))
         left.remove(best)
-        kept.append(best)
-        missing -= Counter(best.words)
-    return kept
+        chosen.append(best)
+        missing.update({word: missing[word] - 1 for word in words(best) if missing[word]})
+    return [row for row in rows if row in chosen]
 
 
 def slot_of(word: str) -> str:

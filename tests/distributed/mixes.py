@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-from sampling import cover
-
+from framework.verify.mixes import cover
 from framework.verify.reference import Bounds
 
 STEPS = 6

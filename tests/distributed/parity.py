@@ -16,7 +16,7 @@ from user_modules import Rows
 
 from framework.plan import RunPlan
 from framework.testing import WorkerPool, plan
-from framework.verify.reference import Result, global_norm, train
+from framework.verify.reference import Result, disagreements, global_norm, train
 from framework_plugins.model.gpt import GPT
 
 VOCABULARY = 16
@@ -143,3 +143,16 @@ def mean_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     wide = logits if logits.dtype == torch.float64 else logits.float()
     loss = cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)
     return loss, int((targets != -100).sum())
+
+
+def equal_to_reference(pool: WorkerPool, mix: Mix) -> tuple[Result, list[Outcome]]:
+    """Fail unless each rank of a row gives the numbers of the reference, from one process's weights; return both."""
+    want = reference_of(pool, mix)
+    assert len(want.losses) == STEPS
+    outcomes = outcomes_of(pool, mix)
+    for rank, outcome in enumerate(outcomes):
+        assert disagreements(outcome.result, want, mix.bounds) == [], f"rank {rank}"
+    start = initial_of(pool, mix.settings["precision"])
+    assert {name for name, tensor in outcomes[0].initial.items() if not torch.equal(tensor, start[name])} == set()
+    assert set(outcomes[0].initial) == set(start)
+    return want, outcomes

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from mixes import BOUNDS, IN_SUITE, MIXES, STEPS, Mix
-from parity import LR, MOMENTUM, SHAPE, SmallGpt, global_batches, initial_of, mean_loss, outcomes_of, reference_of
+from mixes import BOUNDS, IN_SUITE, MIXES, Mix
+from parity import LR, MOMENTUM, SHAPE, SmallGpt, equal_to_reference, global_batches, mean_loss, reference_of
 
 from framework.verify.reference import disagreements, train
 
@@ -16,14 +16,7 @@ from framework.verify.reference import disagreements, train
     "mix", [pytest.param(mix, id=mix.name, marks=() if mix in IN_SUITE else pytest.mark.campaign) for mix in MIXES]
 )
 def test_mix_equals_the_reference(pool, mix):
-    want = reference_of(pool, mix)
-    assert len(want.losses) == STEPS
-    outcomes = outcomes_of(pool, mix)
-    for rank, outcome in enumerate(outcomes):
-        assert disagreements(outcome.result, want, mix.bounds) == [], f"rank {rank}"
-    start = initial_of(pool, mix.settings["precision"])
-    assert {name for name, tensor in outcomes[0].initial.items() if not torch.equal(tensor, start[name])} == set()
-    assert set(outcomes[0].initial) == set(start)
+    equal_to_reference(pool, mix)
 
 
 def test_the_clipping_rows_do_clip(pool):

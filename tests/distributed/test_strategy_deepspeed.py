@@ -10,7 +10,7 @@ import test_resume_matrix as resume
 import torch
 from fitting import fit
 from mixes import ACC2, ACC4, BF16_TRUE, CLIP, Mix
-from parity import SHAPE, SmallGpt, initial_of, outcomes_of, reference_of, samples
+from parity import SHAPE, SmallGpt, equal_to_reference, initial_of, outcomes_of, reference_of, samples
 from plans import make_plan, option
 from user_modules import Mlp, Scalar, gathered, loader, regression, tokens
 
@@ -37,12 +37,7 @@ MIXES = [
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_mix_equals_the_reference(pool: Any, mix: Mix) -> None:
-    want = reference_of(pool, mix)
-    outcomes = outcomes_of(pool, mix)
-    for rank, outcome in enumerate(outcomes):
-        assert disagreements(outcome.result, want, mix.bounds) == [], f"rank {rank}"
-    start = initial_of(pool, mix.settings["precision"])
-    assert {name for name, tensor in outcomes[0].initial.items() if not torch.equal(tensor, start[name])} == set()
+    want, outcomes = equal_to_reference(pool, mix)
     if mix.clip[0] is not None:
         assert outcomes[0].grad_norm == pytest.approx(want.grad_norms[-1], rel=1e-5)
 

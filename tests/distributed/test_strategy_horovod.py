@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fitting import fit
 from launching import Launched
 from mixes import ACC2, ACC4, BOUNDS, CLIP, CLIP_INF, CLIP_VALUE, FP16, Mix
-from parity import global_batches, initial_of, mean_loss, outcomes_of, plan_of, reference_of
+from parity import equal_to_reference, global_batches, initial_of, mean_loss, outcomes_of, plan_of, reference_of
 from plans import make_plan, option
 from test_strategy_ddp import Tied, buffers_after, mean_of_rounded, start_of
 from test_strategy_ddp import _gradients as gradients_of
@@ -52,12 +52,7 @@ MIXES = [
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_mix_equals_the_reference(pool: Any, mix: Mix) -> None:
-    want = reference_of(pool, mix)
-    outcomes = outcomes_of(pool, mix)
-    for rank, outcome in enumerate(outcomes):
-        assert disagreements(outcome.result, want, mix.bounds) == [], f"rank {rank}"
-    start = initial_of(pool, mix.settings["precision"])
-    assert {name for name, tensor in outcomes[0].initial.items() if not torch.equal(tensor, start[name])} == set()
+    want, outcomes = equal_to_reference(pool, mix)
     if mix.clip[0] is not None:
         assert outcomes[0].grad_norm == pytest.approx(want.grad_norms[-1], rel=mix.bounds.gradient)
 
