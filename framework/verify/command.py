@@ -279,15 +279,15 @@ class Oracle:
         key = (*more, precision)
         if key not in self._truths:
             single = self.composer(["devices=1"], more, precision)
-            first, batches = self._run(rank.begin, 1, single, self.steps)
+            first, batches = self._run(rank.begin, single, self.steps)
             if not first.result.grad_norms[0] > 0:
                 raise UsageError("The gradient of the first step is zero, so nothing can be verified: use other data.")
             # a step moves the weights by a few hundredths of their size, whatever the model
-            learning = [first.initial[name] for name in first.result.first_gradients]
-            lr = SHARE * global_norm(learning) / first.result.grad_norms[0]
+            gradients = first.result.first_gradients
+            lr = SHARE * global_norm(first.initial[name] for name in gradients) / global_norm(gradients.values())
             clip, by = (single.trainer.get(f"gradient_clip_{what}") for what in ("val", "algorithm"))
             self._alone[key] = (single.components["model"], first, batches, lr, clip or None, by or "norm")
-            want = self._run(rank.alone, 1, *self._alone[key])
+            want = self._run(rank.alone, *self._alone[key])
             still = unmoved(want.result, BOUNDS[precision])
             if still:
                 print(
@@ -309,7 +309,7 @@ class Oracle:
         delays = {name: last - stage if by_stage else 1 for name, stage in got.stages.items()}
         key = (truth, tuple(sorted(delays.items())), "vertical_sync" in words)
         if key not in self._delayed:
-            self._delayed[key] = self._run(rank.alone, 1, *self._alone[truth], delays, "vertical_sync" in words)
+            self._delayed[key] = self._run(rank.alone, *self._alone[truth], delays, "vertical_sync" in words)
         return self._delayed[key]
 
     def judge(
@@ -328,7 +328,7 @@ class Oracle:
         axes = {axis: size for axis, size in asdict(plan.mesh).items() if size > 1}
         row = Row(mutant or str(mix), mix.ranks, "failed", precision, axes=axes)
         try:
-            got = self._run(rank.train, mix.ranks, plan, lr, mutant, timeout_s=timeout_s)
+            got = rank.together(self._on_all(rank.train, mix.ranks, plan, lr, mutant, timeout_s=timeout_s))
         except RanksError as error:
             row.lines = str(error).splitlines()[:3]
         else:
@@ -345,8 +345,11 @@ class Oracle:
         row.seconds = time.monotonic() - began
         return row
 
-    def _run(self, function: Any, ranks: int, *args: Any, timeout_s: float = TIMEOUT_S) -> Any:
-        return self.pool.run(function, ranks, *args, process_group=False, timeout=timeout_s)[0]
+    def _run(self, function: Any, *args: Any) -> Any:
+        return self._on_all(function, 1, *args)[0]
+
+    def _on_all(self, function: Any, ranks: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        return self.pool.run(function, ranks, *args, process_group=False, timeout=timeout_s)
 
 
 def _rows(oracle: Oracle, flags: argparse.Namespace, asked: Sequence[str]) -> Iterator[Row]:

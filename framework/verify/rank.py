@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,36 +12,61 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from framework import objects
 from framework.adapters.torch_private import tree_map
-from framework.agreement import gather
 from framework.errors import RunFailedError
 from framework.plan import RunPlan
 from framework.trainer import Trainer, as_module, build_model
-from framework.verify import reference
+from framework.verify import pieces, reference
+from framework.verify.pieces import Piece, Squares
 from framework.verify.reference import Result
 
 MOMENTUM = 0.9
-SAME = 1e-9
-"""Relative distance up to which two copies of one tensor are equal."""
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass
+class Seen:
+    """What one rank saw of a mix; tensors in pieces (`framework.verify.pieces`).
+
+    Attributes:
+        losses: of each optimizer step.
+        norms: of each optimizer step: for each gradient, where this rank's piece of it is and the norm of that.
+        order: of these norms, 2 or infinity.
+        gradients: the first of each parameter.
+        initial: parameters at the start.
+        final: parameters at the end.
+        buffers: those at the end.
+        initial_buffers: those at the start.
+        stages: the pipeline stage of each of its parameters.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[Squares] = field(default_factory=list)
+    order: float = 2.0
+    gradients: dict[str, Piece] = field(default_factory=dict)
+    initial: dict[str, Piece] = field(default_factory=dict)
+    final: dict[str, Piece] = field(default_factory=dict)
+    buffers: dict[str, Piece] = field(default_factory=dict)
+    initial_buffers: dict[str, Piece] = field(default_factory=dict)
+    stages: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
 class Outcome:
-    """What a mix showed; the same on all ranks, or the run failed.
+    """What a mix showed, put together from what its ranks saw.
 
     Attributes:
         result: losses, gradient norms, first gradients, updates.
         initial: whole initial parameters by name.
         buffers: whole buffers at the end by name.
         initial_buffers: those at the start.
-        apart: relative distances of what two ranks hold and should be equal, by name.
+        apart: relative distances of what two ranks have and should be equal, by name.
         stages: which pipeline stage has which parameter.
     """
 
@@ -52,6 +76,24 @@ class Outcome:
     initial_buffers: dict[str, Tensor] = field(default_factory=dict)
     apart: dict[str, float] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
+
+
+def together(seen: Sequence[Seen]) -> Outcome:
+    """Put together what all ranks of a mix saw, by rank."""
+    made: dict[str, dict[str, Tensor]] = {}
+    apart: dict[str, float] = {}
+    for kind in ("initial", "initial_buffers", "gradients", "final", "buffers"):
+        made[kind], distances = pieces.whole([getattr(one, kind) for one in seen])
+        apart |= {f"{kind.replace('_', ' ')} {name}": distance for name, distance in distances.items()}
+    for rank, one in enumerate(seen):
+        if one.losses != seen[0].losses:
+            apart[f"losses on rank {rank}"] = float("inf")
+    steps = [[one.norms[step] for one in seen] for step in range(len(seen[0].norms))]
+    norms = [pieces.global_norm(everyone, seen[0].order) for everyone in steps]
+    updates = {name: made["final"][name].double() - start.double() for name, start in made["initial"].items()}
+    result = Result(seen[0].losses, norms, made["gradients"], updates)
+    stages = {name: index for one in seen for name, index in one.stages.items()}
+    return Outcome(result, made["initial"], made["buffers"], made["initial_buffers"], apart, stages)
 
 
 def sha256(tensors: Mapping[str, Tensor]) -> str:
@@ -64,9 +106,41 @@ def sha256(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def sgd(model: LightningModule, lr: float) -> Any:
+class LocalSGD(torch.optim.SGD):
+    """SGD with momentum, as torch's, on this rank's own pieces of the parameters.
+
+    It works element by element, so it needs no rules of DTensor; to find these for a mesh of three axes takes seconds.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Call `closure` (forward and backward), then move what has a gradient."""
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    gradient = _local(p.grad, p)
+                    before = self.state[p].get("momentum_buffer")
+                    velocity = gradient.clone() if before is None else before.mul_(group["momentum"]).add_(gradient)
+                    self.state[p]["momentum_buffer"] = velocity
+                    _local(p, p).add_(velocity, alpha=-group["lr"])
+        return loss
+
+
+def _local(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's piece of a parameter, or of its gradient cut as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    assert isinstance(parameter, DTensor)
+    if tensor.placements != parameter.placements:
+        tensor = tensor.redistribute(placements=parameter.placements)
+    return tensor.to_local()
+
+
+def sgd(model: LightningModule, lr: float) -> LocalSGD:
     """SGD with momentum over what learns: AdamW would hide a wrong scale of the gradients."""
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=MOMENTUM)
+    return LocalSGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=MOMENTUM)
 
 
 def quiet_dropout(model: nn.Module) -> None:
@@ -79,60 +153,45 @@ def quiet_dropout(model: nn.Module) -> None:
 
 
 class Watch(Callback):
-    """Keeps on every rank what is compared; every moment is a collective."""
+    """Keeps what is compared; every moment is one of all ranks."""
 
     def __init__(self) -> None:
-        self.initial: dict[str, Tensor] = {}
-        self.initial_buffers: dict[str, Tensor] = {}
-        self.final: dict[str, Tensor] = {}
-        self.buffers: dict[str, Tensor] = {}
-        self.gradients: dict[str, Tensor] = {}
-        self.norms: list[float] = []
-        self.losses: list[float] = []
-        self.apart: dict[str, float] = {}
-        self.stages: dict[str, int] = {}
+        self.seen = Seen()
         self._step = 0
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep the initial weights."""
-        self.initial = self._gathered("initial", trainer.strategy.named_parameters())
-        self.initial_buffers = self._gathered("initial buffer", pl_module.named_buffers())
+        self.seen.initial = pieces.of(trainer.strategy.named_parameters())
+        self.seen.initial_buffers = pieces.of(pl_module.named_buffers())
+        if trainer.strategy.plan.trainer.get("gradient_clip_algorithm") == "inf_norm":
+            self.seen.order = torch.inf
         stage = {parameter: part.index for part in trainer.strategy.parts for parameter in part.parameters()}
-        mine = {name: stage[parameter] for name, parameter in pl_module.named_parameters() if parameter in stage}
-        self.stages = {name: index for theirs in gather(mine) for name, index in theirs.items()}
+        self.seen.stages = {name: stage[p] for name, p in pl_module.named_parameters() if p in stage}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
-        """Keep the norm of the gradients, before clipping, and the first of each parameter."""
-        whole = self._gathered("gradient", trainer.strategy.named_gradients())
-        self.norms.append(reference.global_norm(whole.values()))
-        for name, gradient in whole.items():
-            self.gradients.setdefault(name, gradient)
+        """Keep the norms of the gradients, before clipping, and the first of each parameter."""
+        mine = pieces.of(trainer.strategy.named_gradients())
+        self.seen.norms.append(pieces.norms(mine, self.seen.order))
+        self.seen.gradients = mine | self.seen.gradients
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
         """Keep the loss of an optimizer step."""
         if trainer.global_step > self._step:
             self._step = trainer.global_step
-            self.losses.append(float(trainer.strategy.window.loss))
+            self.seen.losses.append(float(trainer.strategy.window.loss))
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Keep weights and buffers."""
-        self.final = self._gathered("final", trainer.strategy.named_parameters())
-        self.buffers = self._gathered("buffer", pl_module.named_buffers())
-
-    def _gathered(self, kind: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        whole, apart = gathered(named)
-        for name, distance in apart.items():
-            self.apart.setdefault(f"{kind} {name}", distance)
-        return whole
+        self.seen.final = pieces.of(trainer.strategy.named_parameters())
+        self.seen.buffers = pieces.of(pl_module.named_buffers())
 
 
-def train(plan: RunPlan, lr: float, mutant: str = "") -> Outcome | None:
-    """Train under the plan's mix, with a planted fault if one is named; called on every rank, rank 0 returns."""
+def train(plan: RunPlan, lr: float, mutant: str = "") -> Seen:
+    """Train under the plan's mix, with a planted fault if one is named; called on every rank."""
     from framework.verify.mutants import by_name
 
     with by_name(mutant) if mutant else nullcontext():
-        outcome, trainer = _train(plan, lr)
-    return outcome if trainer.global_rank == 0 else None  # all have the same, whole
+        return _train(plan, lr)[0]
 
 
 def begin(plan: RunPlan, steps: int) -> tuple[Outcome, list[Any]]:
@@ -140,7 +199,7 @@ def begin(plan: RunPlan, steps: int) -> tuple[Outcome, list[Any]]:
 
     The batches are read from the user's own dataset with the user's own collation, without a sampler or loader of ours.
     """
-    outcome, trainer = _train(plan, 0.0)
+    seen, trainer = _train(plan, 0.0)
     loader: Any = trainer.train_dataloader
     size = plan.batch.global_batch_size
     dataset, count = loader.dataset, steps * size
@@ -153,7 +212,7 @@ def begin(plan: RunPlan, steps: int) -> tuple[Outcome, list[Any]]:
     if len(rows) < count:
         raise RunFailedError(f"{steps} steps of {size} samples need {count}, and the training data has {len(rows)}.")
     pieces = [rows[at : at + size] for at in range(0, count, size)]
-    return outcome, [loader.collate_fn(piece if stream else _samples(dataset, piece)) for piece in pieces]
+    return together([seen]), [loader.collate_fn(piece if stream else _samples(dataset, piece)) for piece in pieces]
 
 
 def _samples(dataset: Any, indices: Iterable[int]) -> Any:
@@ -163,7 +222,7 @@ def _samples(dataset: Any, indices: Iterable[int]) -> Any:
     return [dataset[index] for index in indices]
 
 
-def _train(plan: RunPlan, lr: float) -> tuple[Outcome, Trainer]:
+def _train(plan: RunPlan, lr: float) -> tuple[Seen, Trainer]:
     model = build_model(plan)
     quiet_dropout(model)
     # on the instance: the user's class stays as it is
@@ -175,10 +234,7 @@ def _train(plan: RunPlan, lr: float) -> tuple[Outcome, Trainer]:
     data = objects.build(plan.components["data"])
     data.train_dataloader = partial(_of_any_size, data.train_dataloader)
     trainer.fit(model, datamodule=data)
-    updates = {name: watch.final[name].double() - start.double() for name, start in watch.initial.items()}
-    result = Result(watch.losses, watch.norms, watch.gradients, updates)
-    outcome = Outcome(result, watch.initial, watch.buffers, watch.initial_buffers, watch.apart, watch.stages)
-    return outcome, trainer
+    return watch.seen, trainer
 
 
 def _of_any_size(train_dataloader: Callable[[], Any]) -> Any:
@@ -260,53 +316,3 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 
 def _wide(leaf: Any) -> Any:
     return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
-def gathered(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return whole tensors by name, from whichever ranks have them, and how far copies of one are apart; collective.
-
-    The first rank that has a tensor sends it to all, and who has one too compares: the model crosses the wire once.
-    """
-    mine = {
-        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
-        for name, tensor in named
-        if not tensor.is_meta
-    }
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine, {}
-    kinds = _of_everyone({name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()})
-    owners = {name: rank for rank in reversed(range(len(kinds))) for name in kinds[rank]}
-    whole: dict[str, Tensor] = {}
-    for rank, dtype in sorted({(owner, kinds[owner][name][1]) for name, owner in owners.items()}, key=str):
-        sent = {name: kinds[rank][name] for name, owner in owners.items() if owner == rank}
-        shapes = {name: shape for name, (shape, its_dtype) in sorted(sent.items()) if its_dtype == dtype}
-        sizes = [shape.numel() for shape in shapes.values()]
-        own = (
-            [mine[name].flatten() for name in shapes]
-            if rank == dist.get_rank()
-            else [torch.empty(sum(sizes), dtype=dtype)]
-        )
-        flat = torch.cat(own)
-        dist.broadcast(flat, rank)
-        pieces = zip(shapes.items(), torch.split(flat, sizes), strict=True)
-        whole |= {name: piece.view(shape) for (name, shape), piece in pieces}
-    apart = {name: _apart(whole[name], tensor) for name, tensor in mine.items() if not torch.equal(whole[name], tensor)}
-    found: dict[str, float] = {}
-    for rank, theirs in enumerate(_of_everyone(apart)):
-        for name, distance in theirs.items():
-            if not distance <= SAME:
-                found.setdefault(f"{name} on rank {rank}", distance)
-    return whole, found
-
-
-def _of_everyone(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _apart(first: Tensor, other: Tensor) -> float:
-    """Return the relative distance of two copies; infinite if they aren't even of one shape."""
-    if first.shape != other.shape or first.dtype != other.dtype:
-        return math.inf
-    return float((first.double() - other.double()).norm() / first.double().norm().clamp(min=1e-12))
