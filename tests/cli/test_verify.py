@@ -29,6 +29,7 @@ OPTIONS = {
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(3600)
 def test_campaign_of_all_mixes(capsys):
     """Figures with commit go to `tests/campaign/mixes.json`; `tools/mix_docs.py` makes docs/mixes.md of them."""
     began = time.monotonic()
@@ -41,6 +42,7 @@ def test_campaign_of_all_mixes(capsys):
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", ["gpt", "moe"])
 def test_a_cover_of_all_pairs_is_equal(capsys, model):
     """Mixes of up to four ranks in which any two options stand together."""
@@ -76,6 +78,7 @@ def test_many_mixes_as_json(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("pattern", ["pp:*", pytest.param("*", marks=pytest.mark.campaign)])
 def test_planted_faults_are_caught(capsys, pattern):
     assert cli.main(["verify", f"--mutants={pattern}", "--steps", "3"]) == EXIT_OK
