@@ -71,6 +71,13 @@ class BatchPlan(Sampler[list[int]]):
     def real(self, batch: int) -> int:
         """Return how many samples of the batch count; 0 = a filler, there to take part in collectives."""
 
+    def place(self, batch: int) -> int | None:
+        """Return the number of the batch's first sample among those of its optimizer step, over all ranks.
+
+        None = steps are full, and their samples go to accumulation steps and in these to data ranks, in order.
+        """
+        return None
+
     @abstractmethod
     def consumed(self, steps: int) -> int:
         """Return how many samples of this epoch are consumed `steps` completed optimizer steps after the position."""
@@ -197,6 +204,16 @@ class Loaders:
             return False
         words = [words for words in self.manager.hook.requirements() if "shards_parameters" in words.gives]
         return bool(words) or any(True for _ in trainer.lightning_module.buffers())  # DDP sends buffers round
+
+    def numbers(self, batch: int) -> range:
+        """Return the numbers, among the samples of their optimizer step, of the samples of training batch `batch`."""
+        size, ranks = self.plan.batch.local_batch_size, self.plan.batch.data_ranks
+        before = batch % self.plan.batch.accumulation * size * ranks
+        if isinstance(self.training, StreamLoader):  # every n-th sample is this rank's
+            return range(before + self.data_rank, before + size * ranks, ranks)
+        place = None if self.training is None else self.training.batches.place(batch)
+        start = before + self.data_rank * size if place is None else place
+        return range(start, start + size)
 
     def is_real(self, trainer: LightningTrainer, batch: int, loader: int = 0) -> bool:
         """Whether batch number `batch` of the running stage counts; False: a filler, only there for its collectives."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 
-from framework import initialize, same_start
+from framework import dropout, initialize, same_start
 from framework.mesh import Mesh
 from framework.parts import ModelPart, whole
 from framework.plan import RunPlan
@@ -34,11 +34,12 @@ def parallelize(
     """
     precision.convert_module(module)  # first, so that every later step sees the final dtype
     same_start.take_from_first(module, device)  # while each rank still has the whole module
+    masks = dropout.install(module, plan.seed)  # while modules have their names in the whole model
     origin = initialize.origin(module)  # before anything replaces parameters: ties (P20), how each is initialised
     meta = any(parameter.is_meta for parameter in module.parameters())
     parts: list[ModelPart] = hook.make_stages(module=module, mesh=mesh, plan=plan) or [whole(module)]
-    for part in parts[1:]:
-        part.first = False
+    for part in parts:
+        part.first, part.masks = part is parts[0], masks
     if not meta:
         module.to(device)
     for part in parts:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch import LightningModule
 from torch import nn
+
+if TYPE_CHECKING:
+    from framework.dropout import Masks
 
 
 class Reduction(Protocol):
@@ -52,6 +55,7 @@ class ModelPart:
             engines that shard a parameter only then; None = nothing to do.
         reduction: of the gradients; None where `module` itself does it.
         cuts: what the strategy does to each batch before its step (context parallelism cuts sequences).
+        masks: of dropout, one object for all parts of a rank: who cuts activations tells it how; None = nothing drops.
         first: whether this is the first of this rank's parts: what acts once a rank is put here.
     """
 
@@ -69,6 +73,7 @@ class ModelPart:
     initialised: Callable[[nn.Parameter], None] | None = None
     reduction: Reduction | None = None
     cuts: list[Callable[[Any], Any]] = field(default_factory=list)
+    masks: Masks | None = None
     first: bool = True
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -122,6 +122,7 @@ class Pipeline:
             `{"loss": ...}`, the true global loss, the same on all ranks.
         """
         count = self.plan.batch.microbatches
+        masks = self.parts[0].masks
         micros = self.micro_batches(batch)
         reference = self._reference(window, micros[0])
         results: dict[int, _Result] = {}
@@ -132,6 +133,8 @@ class Pipeline:
         with ExitStack() as guards:
 
             def run(index: int, call: Caller) -> Tensor:
+                if masks is not None:
+                    masks.micro_batch(index, count)
                 with window.recorder.recording() as entries:
                     output = call(lambda: self.root.training_step(micros[index], *rest, **kwargs))
                 loss, weight, weighted = read_output(output, micros[index])

@@ -42,7 +42,7 @@ from framework.plugin_manager import manager_for
 from framework.precision import Precision, together
 from framework.randomness import MicroStepSeeds
 from framework.shared_weights import SharedWeights
-from framework.window import Window
+from framework.window import Window, batch_size
 
 if TYPE_CHECKING:
     from pluggy import PluginManager
@@ -283,7 +283,11 @@ class MeshStrategy(MeshCollectives):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the number of the batch (the module's `training_step` may not take it); give it its random numbers."""
         self._batch_index = batch_idx
-        self._seed(self._module.trainer.global_step, batch_idx % self.plan.batch.accumulation)
+        step = self._module.trainer.global_step
+        self._seed(step, batch_idx % self.plan.batch.accumulation)
+        masks = self.parts[0].masks
+        if masks is not None and self.loaders is not None:
+            masks.begin(step, self.loaders.numbers(batch_idx)[: batch_size(batch)])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""

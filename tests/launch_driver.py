@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from framework import processes
 from framework.errors import FrameworkError
 from framework.launch import launch
 from framework.plan import RunPlan
@@ -17,6 +18,7 @@ def main() -> int:
     """Launch, print the error or the results, return the exit code."""
     logging.basicConfig(level=logging.INFO)
     sys.path.insert(0, str(Path(__file__).parent))
+    processes.PRELOAD.remove("lightning.pytorch")  # two thirds of the start-up, and nothing trains here
     own = Path(f"{sys.argv[1]}.rank_{os.environ.get('RANK')}")  # a rank that is given other settings than the rest
     file = own if own.exists() else Path(sys.argv[1])
     plan = RunPlan.from_dict(json.loads(file.read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from framework.verify import rank
+from framework import agreement
+from framework.testing.rank_process import dumps
+from framework.verify import pieces
 
 
 class Scalar(LightningModule):
@@ -182,7 +185,8 @@ class Probe(Callback):
 
 def gathered(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return whole tensors by name, from whichever ranks have them; raise if two ranks that have one don't agree."""
-    whole, apart = rank.gathered(named)
+    everyone = [pickle.loads(theirs) for theirs in agreement.gather(dumps(pieces.of(named)))]
+    whole, apart = pieces.whole(everyone)
     for name, distance in apart.items():
         if distance > 1e-6:
             raise AssertionError(f"{name} is {distance:.1e} away from that of the ranks before")

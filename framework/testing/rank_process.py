@@ -166,3 +166,5 @@ def _clean_surroundings(task: Task) -> Iterator[None]:
         logging.getLogger().handlers[:] = log_handlers
         logging.getLogger().setLevel(log_level)
         gc.collect()
+        if sys.platform == "linux":  # holes that one world leaves in the heap are no place for the next one's tensors
+            ctypes.CDLL(None).malloc_trim(0)

@@ -255,6 +255,23 @@ def _chosen(flags: argparse.Namespace, asked: Sequence[str], composer: Composer)
     return found
 
 
+@dataclass(frozen=True)
+class Truth:
+    """What a model's mixes are held against.
+
+    Attributes:
+        plan: of one process.
+        lr: learning rate.
+        by_rank: modules whose dropout would depend on the mix, and is switched off.
+        outcome: what the reference shows.
+    """
+
+    plan: RunPlan
+    lr: float
+    by_rank: set[str]
+    outcome: Outcome
+
+
 class Oracle:
     """Trains under mixes in one set of processes, and holds each against the reference of its model and data.
 
@@ -268,25 +285,27 @@ class Oracle:
         self.pool = pool
         self.composer = composer
         self.steps = steps
-        self._truths: dict[tuple[str, ...], tuple[RunPlan, float, Outcome]] = {}
+        self._truths: dict[tuple[str, ...], Truth] = {}
         self._alone: dict[tuple[str, ...], tuple[Any, ...]] = {}  # arguments of `rank.alone`
         self._delayed: dict[Any, Outcome] = {}
 
-    def truth(self, more: Sequence[str] = (), precision: str = "fp64") -> tuple[RunPlan, float, Outcome]:
-        """Return the plan of one process, the learning rate, and what the reference shows; arguments of `Composer`."""
+    def truth(self, more: Sequence[str] = (), precision: str = "fp64") -> Truth:
+        """Return what mixes are held against; arguments of `Composer`."""
         from framework.verify import rank
 
         key = (*more, precision)
         if key not in self._truths:
             single = self.composer(["devices=1"], more, precision)
-            first, batches = self._run(rank.begin, single, self.steps)
+            first, batches, by_rank = self._run(rank.begin, single, self.steps)
             if not first.result.grad_norms[0] > 0:
                 raise UsageError("The gradient of the first step is zero, so nothing can be verified: use other data.")
             # a step moves the weights by a few hundredths of their size, whatever the model
             gradients = first.result.first_gradients
             lr = SHARE * global_norm(first.initial[name] for name in gradients) / global_norm(gradients.values())
             clip, by = (single.trainer.get(f"gradient_clip_{what}") for what in ("val", "algorithm"))
-            self._alone[key] = (single.components["model"], first, batches, lr, clip or None, by or "norm")
+            self._alone[key] = (
+                single.components["model"], first, batches, by_rank, single.seed, lr, clip or None, by or "norm",
+            )  # fmt: skip
             want = self._run(rank.alone, *self._alone[key])
             still = unmoved(want.result, BOUNDS[precision])
             if still:
@@ -294,7 +313,9 @@ class Oracle:
                     f"Nothing is proven about {', '.join(still)}: they hardly move in {self.steps} steps.",
                     file=sys.stderr,
                 )
-            self._truths[key] = (single, lr, want)
+            if by_rank:
+                print(f"Dropout is off in {', '.join(sorted(by_rank))}: it depends on the mix.", file=sys.stderr)
+            self._truths[key] = Truth(single, lr, by_rank, want)
         return self._truths[key]
 
     def delayed(self, got: Outcome, words: frozenset[str], truth: tuple[str, ...]) -> Outcome:
@@ -321,14 +342,16 @@ class Oracle:
         from framework.verify import rank
 
         precision = plan.chosen("precision") or "fp64"
-        _, lr, want = self.truth(more, precision)
+        truth = self.truth(more, precision)
+        want = truth.outcome
         bounds = BOUNDS[precision]
         allowed = {"loss of step": bounds.loss, "update": bounds.update}
         began = time.monotonic()
         axes = {axis: size for axis, size in asdict(plan.mesh).items() if size > 1}
         row = Row(mutant or str(mix), mix.ranks, "failed", precision, axes=axes)
         try:
-            got = rank.together(self._on_all(rank.train, mix.ranks, plan, lr, mutant, timeout_s=timeout_s))
+            args = (plan, truth.lr, truth.by_rank, mutant)
+            got = rank.together(self._on_all(rank.train, mix.ranks, *args, timeout_s=timeout_s))
         except RanksError as error:
             row.lines = str(error).splitlines()[:3]
         else:
@@ -374,7 +397,7 @@ def _rows(oracle: Oracle, flags: argparse.Namespace, asked: Sequence[str]) -> It
     if flags.force:
         yield from _forced_rows(oracle, reasons)
         return
-    for mix, plan in [(Mix((), 1), oracle.truth()[0]), *plans]:
+    for mix, plan in [(Mix((), 1), oracle.truth().plan), *plans]:
         yield oracle.judge(mix, plan)
 
 

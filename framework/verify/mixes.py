@@ -83,8 +83,7 @@ def _sized(chosen: Sequence[tuple[str, ...]], most_ranks: int) -> Iterator[Mix]:
 def thinned(mixes: Sequence[Mix]) -> list[Mix]:
     """Return what a long run goes through: `mixes` of one and of two concerns, and few of the others.
 
-    Of two concerns with a variant each word stands in two mixes with the same concerns; of three and more in one, since
-    these need most processes.
+    Of two concerns with a variant, and of three and more, each word stands in one mix with the same concerns.
     """
     groups: dict[tuple[Any, ...], list[Mix]] = {}
     for mix in mixes:
@@ -92,8 +91,8 @@ def thinned(mixes: Sequence[Mix]) -> list[Mix]:
         groups.setdefault((*slots, _varied(mix)), []).append(mix)
     kept: set[Mix] = set()
     for (*concerns, varied), group in groups.items():
-        times = 1 if len(concerns) > 2 else 2 if len(concerns) == 2 and varied else 0
-        kept |= set(cover(group, lambda mix: mix.words, lambda mix: mix.ranks, times) if times else group)
+        some = len(concerns) > 2 or (len(concerns) == 2 and varied)
+        kept |= set(cover(group, lambda mix: mix.words, lambda mix: mix.ranks, 1) if some else group)
     return [mix for mix in mixes if mix in kept]
 
 

@@ -289,6 +289,14 @@ def _over_the_micro_batch(original: Any) -> Any:
     return changed
 
 
+def _numbers_of_the_first(original: Any) -> Any:
+    return lambda self, batch: range(self.plan.batch.local_batch_size)
+
+
+def _takes_its_piece_for_the_whole(original: Any) -> Any:
+    return lambda self, x: (list(x.shape[1:]), {})
+
+
 # -- the list ----------------------------------------------------------------------------------------------------------
 DDP_INIT = "torch.nn.parallel.DistributedDataParallel.__init__"
 SHARD = "torch.distributed.fsdp.fully_shard"
@@ -296,6 +304,7 @@ WEIGH = "framework.window.Window.weigh"
 AXIS = "framework_plugins.tp.styles.Axis"
 OPERATORS = "framework_plugins.tp.operators"
 ACCUMULATE = "trainer.accumulate_grad_batches=2"
+DROPOUT = "model.dropout=0.2"
 PIPE = "pp=gpipe pp.microbatches=4"
 
 MUTANTS = (
@@ -354,6 +363,17 @@ MUTANTS = (
     Mutant("pp: the norm is that of one stage", f"{PIPE} {CLIP}", {"framework.clipping.dist": _without_collectives}),
     Mutant("pp: parameters are freed between the halves of a split backward",
            "strategy=fsdp pp=zero_bubble pp.microbatches=4", {SHARD: _sharding_with(reshard_after_forward=True)}),
+    Mutant("dropout: all data ranks draw the masks of the first", f"strategy=ddp {DROPOUT}",
+           {"framework.data.Loaders.numbers": _numbers_of_the_first}),
+    Mutant("dropout: masks of hidden units are the same on all ranks", f"tp=dtensor {DROPOUT}",
+           {"framework.dropout.Masks._whole": _takes_its_piece_for_the_whole}, BIASED),
+    Mutant("dropout: what is recomputed draws other masks", f"strategy=ddp activation=full {DROPOUT}",
+           {"framework.dropout.Masks.recomputed": lambda original: lambda self, run: run}),
+    Mutant("dropout: all micro-batches draw the masks of the first", f"{PIPE} {DROPOUT}",
+           {"framework.dropout.Masks.micro_batch":
+            lambda original: lambda self, index, of: original(self, 0, of)}),
+    Mutant("dropout: each rank of a sequence draws the masks of its start", f"cp=ulysses {DROPOUT}",
+           {"framework.dropout.Masks._whole": _takes_its_piece_for_the_whole}),
     Mutant("cp: each rank counts positions from 0", "cp=ring",
            {"framework_plugins.cp.sequences.BatchCut.__call__": _places_from_zero}),
     Mutant("cp: gradients aren't reduced over the pieces", "cp=ulysses",

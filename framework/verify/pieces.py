@@ -81,7 +81,7 @@ def global_norm(everyone: Iterable[Squares], order: float) -> float:
     distinct = {(name, place): size for theirs in everyone for name, (place, size) in theirs.items()}
     if math.isinf(order):
         return max(distinct.values(), default=0.0)
-    return sum(size**order for size in distinct.values()) ** (1 / order)
+    return float(sum(size**order for size in distinct.values()) ** (1 / order))
 
 
 def whole(everyone: Sequence[Pieces]) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from framework import objects
+from framework import dropout, objects
 from framework.adapters.torch_private import tree_map
 from framework.errors import RunFailedError
 from framework.plan import RunPlan
@@ -25,9 +25,11 @@ from framework.trainer import Trainer, as_module, build_model
 from framework.verify import pieces, reference
 from framework.verify.pieces import Piece, Squares
 from framework.verify.reference import Result
+from framework.window import batch_size
 
 MOMENTUM = 0.9
-DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+UNKNOWN = (*dropout.ELEMENTS, *dropout.CHANNELS, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""Modules that drop; what `framework.dropout` doesn't know of them is switched off."""
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Seen:
         buffers: those at the end.
         initial_buffers: those at the start.
         stages: the pipeline stage of each of its parameters.
+        by_rank: modules whose dropout depends on the mix.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -55,6 +58,7 @@ class Seen:
     buffers: dict[str, Piece] = field(default_factory=dict)
     initial_buffers: dict[str, Piece] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
+    by_rank: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -143,13 +147,13 @@ def sgd(model: LightningModule, lr: float) -> LocalSGD:
     return LocalSGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=MOMENTUM)
 
 
-def quiet_dropout(model: nn.Module) -> None:
-    """Switch dropout off, in modules of torch's and in whatever keeps its rate in an attribute `dropout`."""
-    for module in model.modules():
-        if isinstance(module, DROPOUT):
+def quiet_dropout(model: nn.Module, by_rank: Collection[str]) -> None:
+    """Switch off what would drop by rank: modules `by_rank`, and whatever keeps its rate in an attribute `dropout`."""
+    for name, module in model.named_modules():
+        if name in by_rank or (isinstance(module, UNKNOWN) and not dropout.known(module)):
             module.p = 0.0
         elif isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0  # type: ignore[assignment]
+            module.dropout = 0.0
 
 
 class Watch(Callback):
@@ -184,18 +188,26 @@ class Watch(Callback):
         """Keep weights and buffers."""
         self.seen.final = pieces.of(trainer.strategy.named_parameters())
         self.seen.buffers = pieces.of(pl_module.named_buffers())
+        masks = trainer.strategy.parts[0].masks
+        self.seen.by_rank = masks.by_rank if masks is not None else set()
 
 
-def train(plan: RunPlan, lr: float, mutant: str = "") -> Seen:
-    """Train under the plan's mix, with a planted fault if one is named; called on every rank."""
+def train(plan: RunPlan, lr: float, by_rank: Collection[str] = (), mutant: str = "") -> Seen:
+    """Train under the plan's mix, with a planted fault if one is named; called on every rank.
+
+    `by_rank`: modules whose dropout is switched off, since it depends on the mix.
+    """
     from framework.verify.mutants import by_name
 
     with by_name(mutant) if mutant else nullcontext():
-        return _train(plan, lr)[0]
+        return _train(plan, lr, by_rank)[0]
 
 
-def begin(plan: RunPlan, steps: int) -> tuple[Outcome, list[Any]]:
-    """Make one step of one process that changes nothing; return it and the global batches of the first `steps` steps.
+def begin(plan: RunPlan, steps: int) -> tuple[Outcome, list[Any], set[str]]:
+    """Make one step of one process that changes nothing.
+
+    Returns:
+        What it showed, the global batches of the first `steps` steps, and the modules that drop by rank.
 
     The batches are read from the user's own dataset with the user's own collation, without a sampler or loader of ours.
     """
@@ -212,7 +224,8 @@ def begin(plan: RunPlan, steps: int) -> tuple[Outcome, list[Any]]:
     if len(rows) < count:
         raise RunFailedError(f"{steps} steps of {size} samples need {count}, and the training data has {len(rows)}.")
     pieces = [rows[at : at + size] for at in range(0, count, size)]
-    return together([seen]), [loader.collate_fn(piece if stream else _samples(dataset, piece)) for piece in pieces]
+    batches = [loader.collate_fn(piece if stream else _samples(dataset, piece)) for piece in pieces]
+    return together([seen]), batches, seen.by_rank
 
 
 def _samples(dataset: Any, indices: Iterable[int]) -> Any:
@@ -222,9 +235,9 @@ def _samples(dataset: Any, indices: Iterable[int]) -> Any:
     return [dataset[index] for index in indices]
 
 
-def _train(plan: RunPlan, lr: float) -> tuple[Seen, Trainer]:
+def _train(plan: RunPlan, lr: float, by_rank: Collection[str] = ()) -> tuple[Seen, Trainer]:
     model = build_model(plan)
-    quiet_dropout(model)
+    quiet_dropout(model, by_rank)
     # on the instance: the user's class stays as it is
     model.configure_optimizers = partial(sgd, model, lr)  # type: ignore[method-assign]
     if "sync_every" in (plan.components.get("pp") or {}):  # every step's loss is compared
@@ -249,6 +262,8 @@ def alone(
     spec: Mapping[str, Any],
     start: Outcome,
     batches: list[Any],
+    by_rank: Collection[str],
+    seed: int,
     lr: float,
     clip: float | None,
     by: str,
@@ -261,6 +276,8 @@ def alone(
         spec: of the model.
         start: has its initial weights and buffers.
         batches: one global batch a step.
+        by_rank: modules whose dropout is switched off.
+        seed: of dropout.
         lr: learning rate.
         clip: bound of the gradient; None = none.
         by: what is bounded: `norm`, `inf_norm` or `value`.
@@ -272,7 +289,8 @@ def alone(
     model.configure_model()
     model.setup("fit")
     model.double()
-    quiet_dropout(model)
+    quiet_dropout(model, by_rank)
+    masks = dropout.install(model, seed)
     _load(model, start)
     for name in ("log", "log_dict"):
         setattr(model, name, _log_nothing)
@@ -280,7 +298,10 @@ def alone(
     number = iter(range(len(batches)))
 
     def loss_of(module: Any, batch: Any) -> tuple[Tensor, float]:
-        output = module.training_step(batch, *([next(number)] if takes_index else []))
+        step = next(number)
+        if masks is not None:
+            masks.begin(step, range(batch_size(batch)))
+        output = module.training_step(batch, *([step] if takes_index else []))
         if not isinstance(output, Mapping):
             return output, 1.0
         weight = output.get("weight")

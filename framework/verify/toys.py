@@ -41,23 +41,24 @@ def _named(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 
 
 class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.silu(self.up(x)))  # type: ignore[no-any-return]
+        return x + self.down(self.drop(F.silu(self.up(x))))  # type: ignore[no-any-return]
 
 
 class Biased(LightningModule):
-    """Blocks of two linear layers with biases."""
+    """Blocks of two linear layers with biases, and dropout of what is between them."""
 
     tp_plan: ClassVar = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
-    def __init__(self, vocabulary: int = 32, width: int = 16, layers: int = 2) -> None:
+    def __init__(self, vocabulary: int = 32, width: int = 16, layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.layers = nn.ModuleList(_Block(width, dropout) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
 
     def init_weights(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import time
+from contextlib import redirect_stdout
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -30,13 +32,14 @@ OPTIONS = {
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
-def test_campaign_of_all_mixes(capsys):
+def test_campaign_of_all_mixes():
     """Figures with commit go to `tests/campaign/mixes.json`; `tools/mix_docs.py` makes docs/mixes.md of them."""
     began = time.monotonic()
     models = {}
     for model in ("gpt", "moe"):
-        code = cli.main(["verify", "--mixes=all", "--json", f"model={model}"])
-        models[model] = json.loads(capsys.readouterr().out)
+        with redirect_stdout(io.StringIO()) as printed:  # rows go to stderr meanwhile: pytest -s shows them
+            code = cli.main(["verify", "--mixes=all", "--json", f"model={model}"])
+        models[model] = json.loads(printed.getvalue())
         assert code == EXIT_OK, [row for row in models[model]["rows"] if row["verdict"] not in ("equal", "refused")]
     keep("mixes", {"seconds": time.monotonic() - began, "cores": os.cpu_count(), "models": models})
 
@@ -96,7 +99,7 @@ def test_a_fault_that_changes_nothing_is_missed(capsys, monkeypatch):
     assert "missed: ddp: the sum instead of the mean (strategy=ddp)" in lines
 
 
-def _healthy(plan, lr, mutant):
+def _healthy(plan, lr, by_rank, mutant):
     from framework.verify.rank import _train
 
     return _train(plan, lr)[0]
@@ -114,7 +117,7 @@ def test_a_wrong_mix_names_what_differs(capsys, monkeypatch):
     assert "(times the size of dp_replicate" in out
 
 
-def _with_a_fault(plan, lr, mutant):
+def _with_a_fault(plan, lr, by_rank, mutant):
     from framework.verify.mutants import by_name
     from framework.verify.rank import _train
 

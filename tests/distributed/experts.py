@@ -16,6 +16,7 @@ from user_modules import Rows
 
 from framework.plan import RunPlan
 from framework.testing import WorkerPool, plan
+from framework.verify.rank import LocalSGD
 from framework.verify.reference import Result, global_norm, train
 from framework_plugins.model.moe import MoE
 
@@ -40,7 +41,7 @@ class SmallMoE(MoE):
                 torch.nn.init.normal_(parameter, std=2.0 if "router" in name else 0.3)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=LR, momentum=MOMENTUM)
+        return LocalSGD(self.parameters(), lr=LR, momentum=MOMENTUM)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         result = super().training_step(batch, batch_idx)

@@ -16,6 +16,7 @@ from user_modules import Rows
 
 from framework.plan import RunPlan
 from framework.testing import WorkerPool, plan
+from framework.verify.rank import LocalSGD
 from framework.verify.reference import Result, disagreements, global_norm, train
 from framework_plugins.model.gpt import GPT
 
@@ -37,7 +38,7 @@ class SmallGpt(GPT):
                 torch.nn.init.normal_(parameter, std=0.12)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=LR, momentum=MOMENTUM)
+        return LocalSGD(self.parameters(), lr=LR, momentum=MOMENTUM)
 
 
 def on_meta() -> SmallGpt:

@@ -70,7 +70,7 @@ def test_rotary_positions_depend_on_the_distance_only() -> None:
 def test_attention_is_that_of_the_paper() -> None:
     """Against the formula, written out head by head, with grouped keys and values."""
     torch.manual_seed(0)
-    attention = Attention(16, heads=4, kv_heads=2, dropout=0.0).double()
+    attention = Attention(16, heads=4, kv_heads=2).double()
     x = torch.randn(2, 6, 16, dtype=torch.float64)
     cos, sin = rotation(torch.arange(6), 4, 10000.0)
     q, k, v = (w(x).reshape(2, 6, -1, 4) for w in (attention.wq, attention.wk, attention.wv))
@@ -86,12 +86,12 @@ def test_attention_is_that_of_the_paper() -> None:
 def test_attention_works_on_a_part_of_the_heads() -> None:
     """What tensor parallelism does: each rank has some heads, and the ranks' outputs are added up."""
     torch.manual_seed(0)
-    whole = Attention(16, heads=4, kv_heads=4, dropout=0.0).double()
+    whole = Attention(16, heads=4, kv_heads=4).double()
     x = torch.randn(2, 6, 16, dtype=torch.float64)
     cos, sin = rotation(torch.arange(6), 4, 10000.0)
     parts = []
     for half in range(2):
-        part = Attention(16, heads=4, kv_heads=4, dropout=0.0).double()
+        part = Attention(16, heads=4, kv_heads=4).double()
         for name in ("wq", "wk", "wv"):
             getattr(part, name).weight = nn.Parameter(getattr(whole, name).weight[half * 8 : half * 8 + 8])
         part.wo.weight = nn.Parameter(whole.wo.weight[:, half * 8 : half * 8 + 8])

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from tp_models import Gpt
 
+from framework.dropout import FEATURES
 from framework.plan import MeshSpec, RunPlan
 from framework_plugins.tp.dtensor import DTensorParallel
 from framework_plugins.tp.layout import WORDS, matches, resolve
@@ -187,12 +188,12 @@ def test_ranges_are_those_of_dtensor(size: int, ranks: int) -> None:
 def test_streams() -> None:
     def draws(rank: int) -> list[torch.Tensor]:
         torch.manual_seed(5)
-        streams = Streams(rank, "cpu")
+        streams = Streams(rank, "cpu", 2)
         result = [torch.rand(4)]
-        streams.to_own()
+        streams.to_own(FEATURES)
         assert streams.split
         result.append(torch.rand(4))
-        streams.to_own()  # already there: goes on
+        streams.to_own(FEATURES)  # already there: goes on
         result.append(torch.rand(4))
         streams.to_main()
         streams.to_main()

@@ -18,7 +18,7 @@ class Full:
 
     Attributes:
         every: of the blocks, counted over the whole model from 0, those that are recomputed: 1 = all, 2 = every second.
-        preserve_rng_state: draw the same dropout masks again; false saves time if nothing in a block is random.
+        preserve_rng_state: draw the same random numbers again; false saves time if nothing in a block is random.
     """
 
     option: ClassVar[str] = "full"
@@ -41,7 +41,7 @@ class Full:
         from framework_plugins.activation.recompute import every_nth, recompute_
 
         for block in every_nth(part.blocks, self.every):
-            recompute_(block, preserve_rng_state=self.preserve_rng_state, **self.extra())
+            recompute_(block, masks=part.masks, preserve_rng_state=self.preserve_rng_state, **self.extra())
 
     def extra(self) -> dict[str, Any]:
         """More arguments for `recompute_`; nothing is kept here."""

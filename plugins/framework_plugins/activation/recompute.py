@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+if TYPE_CHECKING:
+    from framework.dropout import Masks
+
 ContextMaker = Callable[[], Any]
 
 
-def recompute_(block: nn.Module, *, preserve_rng_state: bool = True, contexts: ContextMaker = noop_context_fn) -> None:
+def recompute_(
+    block: nn.Module,
+    *,
+    masks: Masks | None = None,
+    preserve_rng_state: bool = True,
+    contexts: ContextMaker = noop_context_fn,
+) -> None:
     """Make `block` drop its activations after forward and compute them again in backward (Chen et al., 2016).
 
     Only `forward` of the instance changes, so names, hooks and data-parallel wraps (which act in `__call__`) stay as
@@ -21,7 +30,8 @@ def recompute_(block: nn.Module, *, preserve_rng_state: bool = True, contexts: C
 
     Args:
         block: has no recomputation yet; what was already put on its `forward` (tensor parallelism) is recomputed too.
-        preserve_rng_state: draw the same dropout masks again.
+        masks: of dropout in the block, which are drawn again whatever is computed in between.
+        preserve_rng_state: draw the same random numbers again.
         contexts: makes the pair of contexts of forward and recomputation (`torch.utils.checkpoint.checkpoint`).
     """
     inner = block.forward
@@ -34,7 +44,7 @@ def recompute_(block: nn.Module, *, preserve_rng_state: bool = True, contexts: C
         if not torch.is_grad_enabled():
             return run(self, *args, **kwargs)
         return checkpoint(
-            run,
+            run if masks is None else masks.recomputed(run),
             self,
             *args,
             use_reentrant=False,

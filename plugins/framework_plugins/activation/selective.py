@@ -39,7 +39,7 @@ class Selective(Full):
 
     Attributes:
         every: of the blocks, counted over the whole model from 0, those that are recomputed: 1 = all, 2 = every second.
-        preserve_rng_state: draw the same dropout masks again; false saves time if nothing in a block is random.
+        preserve_rng_state: draw the same random numbers again; false saves time if nothing in a block is random.
     """
 
     option: ClassVar[str] = "selective"

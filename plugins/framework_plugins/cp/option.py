@@ -135,7 +135,7 @@ class ContextParallel:
             dims = self.dims(part.root)
             assert dims is not None, "check_model refuses"
             pieces = Pieces(mesh.rank("cp"), mesh.size("cp"), self.balanced())
-            cut = BatchCut(pieces, dims, self.option)
+            cut = BatchCut(pieces, dims, self.option, part.masks)
             part.cuts.append(cut)
             mode = SplitAttention(self.attend(pieces, mesh), cut, whole=part.stages == 1)
             part.contexts.append(lambda: mode)

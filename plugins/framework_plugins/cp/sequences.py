@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.dropout import Masks, Tokens
 from framework.errors import UsageError
 from framework_plugins.cp.option import POSITIONS
 
@@ -60,10 +61,12 @@ class BatchCut:
         pieces: of this rank.
         dims: batch entry -> dim of its sequence, None = whole on each rank.
         option: for messages.
+        masks: of dropout; told which tokens this rank has.
     """
 
-    def __init__(self, pieces: Pieces, dims: Mapping[str, int | None], option: str) -> None:
+    def __init__(self, pieces: Pieces, dims: Mapping[str, int | None], option: str, masks: Masks | None = None) -> None:
         self.pieces = pieces
+        self.masks = masks
         self.dims = dims
         self.option = option
         self.length = 0
@@ -100,6 +103,8 @@ class BatchCut:
         for name, dim in named.items():
             whole[name] = self.pieces.take(whole[name], dim).contiguous()
         self.length = length // self.pieces.ranks
+        if self.masks is not None:
+            self.masks.tokens = Tokens(self.pieces.take(torch.arange(length), 0), length)
         self.positions = whole[POSITIONS]
         return whole
 

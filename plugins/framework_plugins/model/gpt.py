@@ -37,10 +37,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention; how many heads there are is read from the projections, which may be parts of the whole."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.head_size = width // heads
-        self.dropout = dropout
         self.wq = nn.Linear(width, heads * self.head_size, bias=False)
         self.wk = nn.Linear(width, kv_heads * self.head_size, bias=False)
         self.wv = nn.Linear(width, kv_heads * self.head_size, bias=False)
@@ -50,9 +49,8 @@ class Attention(nn.Module):
         """Map [batch, length, width] to the same shape."""
         q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in (self.wq(x), self.wk(x), self.wv(x)))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        dropout = self.dropout if self.training else 0.0
         grouped = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(-2))
         return out
 
@@ -80,7 +78,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(width, norm_eps)
-        self.attention = Attention(width, heads, kv_heads, dropout)
+        self.attention = Attention(width, heads, kv_heads)
         self.feed_forward_norm = nn.RMSNorm(width, norm_eps)
         self.feed_forward = feed_forward
         self.residual_dropout = nn.Dropout(dropout)
@@ -214,7 +212,7 @@ class GPT(Decoder):
         hidden: width inside the feed-forward part; None = 8/3 width, rounded up to a multiple of 64.
         context: longest sequence.
         tied: the head uses the embedding's matrix.
-        dropout: on attention weights and on what is added to the residual stream.
+        dropout: on what is added to the residual stream; on attention weights it would depend on the mix.
         norm_eps: of RMSNorm.
         rope_theta: base of the rotary angles.
     """

@@ -228,6 +228,8 @@ class DelayedPipeline(Pipeline):
         unit = _Unit(batch, index, received, ())
 
         def run(_: int, call: Caller) -> Tensor:
+            if self.part.masks is not None:
+                self.part.masks.micro_batch(index, self.plan.batch.microbatches)
             with window.recorder.recording() as entries:
                 output = call(lambda: self.root.training_step(micro, *rest, **kwargs))
             loss, weight, weighted = read_output(output, micro)

@@ -107,6 +107,11 @@ class ConsistentBatches(BatchPlan):
         _, low, high = self._bounds(batch)
         return high - low
 
+    def place(self, batch: int) -> int:
+        """See `BatchPlan`."""
+        start, low, _ = self._bounds(batch)
+        return low - start
+
     def consumed(self, steps: int) -> int:
         """See `BatchPlan`."""
         return min(self.position[1] + steps * self.step, self.usable)

@@ -126,7 +126,7 @@ class LayerParallel:
 
         axis = self.axis()(
             mesh["tp"],
-            Streams(mesh.rank("tp"), mesh.device_type),
+            Streams(mesh.rank("tp"), mesh.device_type, mesh.size("tp"), part.masks),
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
             check_shapes=self.check_shapes,

@@ -3,7 +3,8 @@
 Where all tensor-parallel ranks compute the same thing they must draw the same mask: that is the main stream, the
 device's default generator, which the seed makes equal over tp. Where each works on its own piece (attention heads, the
 hidden units of an MLP, with sequence parallelism its own tokens) the masks must differ: there the default generator is
-put on a stream of the rank's own.
+put on a stream of the rank's own. Dropout modules, whose masks don't depend on the mix (`framework.dropout`), don't
+draw from these; they are told which piece of what they drop from is here.
 
 The own stream starts from a number drawn from the main stream, mixed with the tp rank. So it needs no state of its own:
 whoever restores the main stream at the start of a block (activation checkpointing does) gets the same masks again.
@@ -16,6 +17,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from framework.dropout import Masks, Split
+
 CUDA_DRAWS = 4
 """By how much one draw moves the offset of a CUDA generator, whose numbers come in fours."""
 
@@ -26,11 +29,15 @@ class Streams:
     Args:
         rank: coordinate on axis tp.
         device_type: `cpu` or `cuda`.
+        ranks: size of the axis.
+        masks: of dropout modules; None = there are none.
     """
 
-    def __init__(self, rank: int, device_type: str) -> None:
+    def __init__(self, rank: int, device_type: str, ranks: int, masks: Masks | None = None) -> None:
         self.rank = rank
         self.device_type = device_type
+        self.ranks = ranks
+        self.masks = masks
         self._main: Tensor | None = None
 
     @property
@@ -39,8 +46,10 @@ class Streams:
         return self._main is not None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def to_own(self) -> None:
-        """Go to this rank's own stream; nothing if it is there already."""
+    def to_own(self, cut: str) -> None:
+        """Go to this rank's own stream, if it isn't there; `cut`: what each rank has a piece of (`dropout.Split`)."""
+        if self.masks is not None:
+            self.masks.split = Split(cut, self.rank, self.ranks)
         if self._main is not None:
             return
         generator = self._generator()
@@ -56,6 +65,8 @@ class Streams:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_main(self) -> None:
         """Go back to where the main stream was left; nothing if it is there already."""
+        if self.masks is not None:
+            self.masks.split = None
         if self._main is not None:
             self._generator().set_state(self._main)
             self._main = None

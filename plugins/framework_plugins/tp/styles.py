@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from framework.adapters.torch_private import swapped_parameters
+from framework.dropout import FEATURES, SEQUENCE
 from framework.errors import UsageError
 from framework_plugins.tp.gradient_shapes import watch_
 from framework_plugins.tp.ranges import own_range
@@ -174,7 +175,7 @@ class Colwise(_Layer):
         """Return [..., out/tp] of x [..., in] (with sequence parallelism of this rank's tokens: [..., s/tp, in])."""
         y = F.linear(self.siblings.enter(x), self.axis.piece(module, "weight"), self.axis.piece(module, "bias"))  # type: ignore[arg-type]
         if module.training:
-            self.axis.streams.to_own()
+            self.axis.streams.to_own(FEATURES)
         return y
 
 
@@ -195,6 +196,8 @@ class Rowwise(_Layer):
         if not self.axis.sequence_parallel:
             self.axis.streams.to_main()
         y = self.axis.leave(F.linear(x, self.axis.piece(module, "weight")))  # type: ignore[arg-type]
+        if self.axis.sequence_parallel and module.training:
+            self.axis.streams.to_own(SEQUENCE)
         if module.bias is None:
             return y
         bias = self.axis.piece(module, "bias")
@@ -223,7 +226,7 @@ class Embedding(_Layer):
         found = F.embedding(row, self.axis.piece(module, "weight"), padding)  # type: ignore[arg-type]
         y = self.axis.leave(torch.where(mine.unsqueeze(-1), found, 0.0))
         if self.axis.sequence_parallel and module.training:
-            self.axis.streams.to_own()  # dropout of embeddings: each rank has its own tokens
+            self.axis.streams.to_own(SEQUENCE)  # dropout of embeddings: each rank has its own tokens
         return y
 
 
@@ -281,7 +284,7 @@ def enclose_(block: nn.Module, axis: Axis, siblings: list[Siblings]) -> None:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if axis.sequence_parallel and self.training:
-            axis.streams.to_own()
+            axis.streams.to_own(SEQUENCE)
         try:
             return run(self, *args, **kwargs)
         finally:
@@ -292,7 +295,7 @@ def enclose_(block: nn.Module, axis: Axis, siblings: list[Siblings]) -> None:
     block.forward = MethodType(forward, block)
     if axis.sequence_parallel:
         block.register_forward_pre_hook(lambda *_: axis.streams.to_main())
-        block.register_forward_hook(lambda module, *_: axis.streams.to_own() if module.training else None)
+        block.register_forward_hook(lambda module, *_: axis.streams.to_own(SEQUENCE) if module.training else None)
 
 
 def broadcast_(module: nn.Module, axis: Axis) -> None:
