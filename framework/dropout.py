@@ -200,7 +200,8 @@ def install(root: nn.Module, seed: int) -> Masks | None:
     for name, module in found:
 
         def forward(self: nn.Module, input: Tensor, name: str = name) -> Tensor:
-            return masks.drop(self, name, input)
+            dropped: Tensor = masks.drop(self, name, input)
+            return dropped
 
         module.forward = MethodType(forward, module)
     return masks
