@@ -13,7 +13,7 @@ dropped elsewhere (`F.dropout`, weights inside of a fused attention) is drawn fr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -75,6 +75,8 @@ class Masks:
         """Set by tensor parallelism where a region begins and ends; None = tensors are whole."""
         self.by_rank: set[str] = set()
         """Modules that were given something else than one row a sample."""
+        self.unused: set[str] = set()
+        """Modules that weren't called yet: their rate may be read by something that drops by itself."""
         self._batch: _Moment | None = None
         self._now: _Moment | None = None
 
@@ -88,6 +90,11 @@ class Masks:
             size = len(self._batch.samples)
             start, stop = (round(at * size / of) for at in (index, index + 1))
             self._now = _Moment(self._batch.step, self._batch.samples[start:stop])
+
+    def passed(self, calls: Mapping[str, int]) -> None:
+        """Begin a stage of a pipeline before which modules were called so many times for this micro-batch."""
+        if self._now is not None:
+            self._now.calls = dict(calls)
 
     def recomputed(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return `run` so that what it drops in later calls is what it drops in the next one.
@@ -120,12 +127,16 @@ class Masks:
     def drop(self, module: nn.Module, name: str, x: Tensor) -> Tensor:
         """Return what `module` makes of `x`."""
         now, p = self._now, float(module.p)  # type: ignore[arg-type]
-        plain = not module.training or p == 0.0 or x.is_meta or isinstance(x, DTensor)
+        plain = not module.training or p == 0.0 or isinstance(x, DTensor)
         if plain or now is None:
+            return _own(module, x)
+        if x.is_meta:  # before this stage of a pipeline
+            now.calls[name] = now.calls.get(name, 0) + 1
             return _own(module, x)
         if x.ndim == 0 or x.shape[0] != len(now.samples):
             self._say(name, x, len(now.samples))
             return _own(module, x)
+        self.unused.discard(name)
         call = now.calls.get(name, 0)
         now.calls[name] = call + 1
         keep = self._keep(x, 1.0 - p, isinstance(module, CHANNELS), (name, now.step, call), now.samples)
@@ -193,11 +204,19 @@ def install(root: nn.Module, seed: int) -> Masks | None:
     Only `forward` of the instances changes; a deep copy of a module is bound to itself. Subclasses with a `forward` of
     their own are left alone.
     """
-    found = [(name, module) for name, module in root.named_modules() if known(module) and module.p != 0.0]
-    if not found:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        if known(module) and module.p != 0.0:
+            names.setdefault(module, []).append(name)
+    if not names:
         return None
     masks = Masks(seed)
-    for name, module in found:
+    masks.unused = {name for name, *others in names.values() if not others}
+    for module, (name, *others) in names.items():
+        if others:  # which of its calls is which depends on how the model is cut
+            masks.by_rank |= {name, *others}
+            log.warning("%s is one module, so its masks depend on the mix.", ", ".join((name, *others)))
+            continue
 
         def forward(self: nn.Module, input: Tensor, name: str = name) -> Tensor:
             dropped: Tensor = masks.drop(self, name, input)

@@ -98,6 +98,7 @@ class Follower(TorchFunctionMode):
         units: modules that are followed as one event.
         received: values of earlier stages by name.
         wanted: names of the values to keep for later stages.
+        entered: called when the stage begins, if something comes before it.
     """
 
     def __init__(
@@ -109,8 +110,10 @@ class Follower(TorchFunctionMode):
         units: Mapping[nn.Module, str],
         received: Mapping[Name, Tensor],
         wanted: Sequence[Name],
+        entered: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
+        self.entered = entered
         self.device = device
         self.pretend = pretend
         self.begin, self.end = begin, end
@@ -280,6 +283,7 @@ class Follower(TorchFunctionMode):
     def _enter(self) -> None:
         """The stage begins: what was received takes the place of the meta tensors that have its names."""
         self.ahead = False
+        self.entered()
         for leaf, name in self.names.values():
             if name in self.received:
                 self.stands[id(leaf)] = (leaf, self.received[name])

@@ -101,6 +101,7 @@ class Pipeline:
         self.device = device
         self.has_last = parts[-1].index == parts[-1].stages - 1
         for part in self.parts:
+            self._stage(part).masks = part.masks
             self._stage(part).watch()
         self._schedules: dict[Any, Any] = {}
         self._parameters = list(self.root.parameters())

@@ -30,7 +30,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from framework.adapters import torch_private
 from framework.adapters.torch_private import tree_leaves, tree_map
+from framework.dropout import Masks
 from framework.errors import RunFailedError
 from framework.parts import ModelPart, find_blocks
 
@@ -167,6 +169,8 @@ class Stage(nn.Module):
         called through the second argument."""
         self.rehearsing = False
         """Whether the next forward is only asked for shapes: torch's schedules run one when they first step."""
+        self.masks: Masks | None = None
+        """Of dropout; set by `Pipeline`."""
         self._returned: Any = None
         self.watching = False
 
@@ -246,8 +250,9 @@ def _nothing_happened(root: nn.Module) -> Iterator[None]:
 def sendable(tensor: Tensor) -> Tensor:
     """Return a tensor that can be an output of a stage: laid out in order, differentiable, computed there."""
     tensor = _differentiable(tensor).contiguous()
-    # what only passes through would have no place in the graph for schedules that split the backward
-    return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
+    # schedules that split the backward detach it in place, which a view forbids; what only passes through would have no
+    # place in their graph
+    return tensor.clone() if tensor.requires_grad and (tensor.is_leaf or torch_private.is_view(tensor)) else tensor
 
 
 def _differentiable(tensor: Tensor) -> Tensor:

@@ -213,7 +213,28 @@ def survey(module: LightningModule, batch: Any, convert: Callable[[Any], Any] | 
     if stopped is not None and (not found.marks or names - found.uses.keys()):
         where = f"after {found.marks[-1]}" if found.marks else "before any weight is used"
         raise SurveyError(f"training_step needs a value {where}: {found.stopped}") from stopped
+    _take_as_used(found, dict(twin.named_parameters()))
     return found
+
+
+def _take_as_used(found: Survey, parameters: Mapping[str, Tensor]) -> None:
+    """Weights that no operation touched belong to the calls of the innermost module around them that was called.
+
+    A module may take a short cut where tensors have no values (a mixture of experts can't know who gets what).
+    """
+    calls: dict[str, list[Call]] = {}
+    for call in found.calls:
+        calls.setdefault(call.module, []).append(call)
+    for name, weight in parameters.items():
+        if name in found.uses:
+            continue
+        words = name.split(".")[:-1]
+        around = next((".".join(words[:end]) for end in range(len(words), 0, -1) if ".".join(words[:end]) in calls), "")
+        if around and found.starts:
+            ends = {end for call in calls[around] for end in (call.start, max(call.start, call.stop - 1))}
+            found.uses[name] = sorted(ends)
+            segment = max(sum(start <= min(ends) for start in found.starts) - 1, 0)
+            found.parameters[segment] += weight.numel()
 
 
 def _step_arguments(module: LightningModule, batch: Any) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ A weight that is used on several stages is held by each of them (`framework.shar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -154,13 +155,22 @@ class TracedStage(Stage):
         view: what the module looks like to this stage.
         index: of the stage.
         images: meta tensors that stand where other stages' weights are.
+        before: how often each module is called before the stage begins.
     """
 
-    def __init__(self, cutting: Cutting, view: AbstractContextManager[None], index: int, images: set[Tensor]) -> None:
+    def __init__(
+        self,
+        cutting: Cutting,
+        view: AbstractContextManager[None],
+        index: int,
+        images: set[Tensor],
+        before: Mapping[str, int],
+    ) -> None:
         super().__init__(cutting.root, view, None, None)
         self.cutting = cutting
         self.index = index
         self.images = images
+        self.before = before
         self.is_last = index == len(cutting.marks)
         self._names: dict[int, list[list[Name]]] = {}
 
@@ -197,6 +207,7 @@ class TracedStage(Stage):
             self.cutting.units,
             dict(zip(arriving, received, strict=True)),
             leaving,
+            self._entered,
         )
         try:
             result = self.run(index, partial(self._step, follower))
@@ -206,6 +217,10 @@ class TracedStage(Stage):
         if not self.is_last:
             raise RunFailedError(f"The step method ended before '{self.cutting.marks[self.index]}' was reached.")
         return result
+
+    def _entered(self) -> None:
+        if self.masks is not None:
+            self.masks.passed(self.before)
 
     def _step(self, follower: Follower, step: Callable[[], Any]) -> Any:
         """Run the step method; what it logs before this stage begins is logged when its value has arrived."""
@@ -275,6 +290,8 @@ def cut_traced(
     for stage in mine:
         foreign = [(own, key, image) for own, key, stages, image in slots if stage not in stages]
         images = {image for *_, image in foreign}
+        begins = found.starts[chosen[stage - 1]] if stage else 0
+        before = Counter(call.module for call in found.calls if call.start < begins)
         view = _Slots(foreign)
         owned = {name: m for name, m in root.named_modules() if _belongs(m, name, stage, held, names, called)}
         blocks = {
@@ -287,7 +304,7 @@ def cut_traced(
         parts.append(
             ModelPart(
                 root=root,
-                module=TracedStage(cutting, view, stage, images),
+                module=TracedStage(cutting, view, stage, images, before),
                 blocks=blocks,
                 owned=owned,
                 foreign={image for image in images if isinstance(image, nn.Parameter)},

@@ -278,6 +278,11 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another, which then can't be detached in place."""
+    return bool(tensor._is_view())
+
+
 def keep_saved_buffers() -> None:
     """Let what a compiled forward saved be read by more than one backward.
 

@@ -125,9 +125,12 @@ class LocalSGD(torch.optim.SGD):
             for p in group["params"]:
                 if p.grad is not None:
                     gradient = _local(p.grad, p)
-                    before = self.state[p].get("momentum_buffer")
-                    velocity = gradient.clone() if before is None else before.mul_(group["momentum"]).add_(gradient)
-                    self.state[p]["momentum_buffer"] = velocity
+                    kept = self.state[p].get("momentum_buffer")
+                    if kept is None:
+                        velocity = gradient.clone()
+                        self.state[p]["momentum_buffer"] = _laid_out(velocity, p)
+                    else:
+                        velocity = _local(kept, p).mul_(group["momentum"]).add_(gradient)
                     _local(p, p).add_(velocity, alpha=-group["lr"])
         return loss
 
@@ -140,6 +143,16 @@ def _local(tensor: Tensor, parameter: Tensor) -> Tensor:
     if tensor.placements != parameter.placements:
         tensor = tensor.redistribute(placements=parameter.placements)
     return tensor.to_local()
+
+
+def _laid_out(piece: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's piece of an optimizer's state as a tensor cut as its parameter is."""
+    if not isinstance(parameter, DTensor):
+        return piece
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        piece, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def sgd(model: LightningModule, lr: float) -> LocalSGD:
@@ -189,7 +202,7 @@ class Watch(Callback):
         self.seen.final = pieces.of(trainer.strategy.named_parameters())
         self.seen.buffers = pieces.of(pl_module.named_buffers())
         masks = trainer.strategy.parts[0].masks
-        self.seen.by_rank = masks.by_rank if masks is not None else set()
+        self.seen.by_rank = masks.by_rank | masks.unused if masks is not None else set()
 
 
 def train(plan: RunPlan, lr: float, by_rank: Collection[str] = (), mutant: str = "") -> Seen:

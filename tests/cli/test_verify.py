@@ -40,8 +40,8 @@ def test_campaign_of_all_mixes():
         with redirect_stdout(io.StringIO()) as printed:  # rows go to stderr meanwhile: pytest -s shows them
             code = cli.main(["verify", "--mixes=all", "--json", f"model={model}"])
         models[model] = json.loads(printed.getvalue())
+        keep("mixes", {"seconds": time.monotonic() - began, "cores": os.cpu_count(), "models": models})
         assert code == EXIT_OK, [row for row in models[model]["rows"] if row["verdict"] not in ("equal", "refused")]
-    keep("mixes", {"seconds": time.monotonic() - began, "cores": os.cpu_count(), "models": models})
 
 
 @pytest.mark.campaign
@@ -125,6 +125,14 @@ def _with_a_fault(plan, lr, by_rank, mutant):
         return _train(plan, lr)[0]
     with by_name("ddp: the sum instead of the mean"):
         return _train(plan, lr)[0]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_stages_that_begin_inside_of_a_block_of_experts(capsys, schedule):
+    """Two stages a rank of four layers: experts, which no operation without values touches, and a view that is sent."""
+    small = [word for word in SMALL if "layers" not in word and "heads" not in word]
+    words = ["model=moe", "model.layers=4", "model.heads=2", "model.experts=4", "model.dropout=0.2", *small]
+    assert cli.main(["verify", f"+pp={schedule}", "pp.size=4", *words, "--steps", "2"]) == EXIT_OK, capsys.readouterr()
 
 
 STRANGER = """

@@ -326,6 +326,17 @@ def test_the_default_time_limit_of_groups_is_read_when_they_are_made() -> None:
     assert limits == {"default_pg": 7.0, "later": 9.0}
 
 
+def test_views_are_known() -> None:
+    import torch
+
+    from framework.adapters.torch_private import is_view
+
+    tensor = torch.ones(2, 2, requires_grad=True) * 2
+    assert is_view(tensor.view(4))
+    assert not is_view(tensor)
+    assert not is_view(tensor.clone())
+
+
 def test_caches_that_hold_meshes_of_an_earlier_world_can_be_cleared() -> None:
     """Where one process serves several process groups in turn; that it helps is seen in test_ranks."""
     from torch.distributed.tensor import _redistribute

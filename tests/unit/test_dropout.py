@@ -149,3 +149,20 @@ def test_nothing_is_changed_where_nothing_drops() -> None:
     module, _ = begun()
     module.eval()
     assert torch.equal(module(ONES), ONES * 11)
+
+
+def test_what_was_never_called_is_known() -> None:
+    module = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
+    masks = dropout.install(module, 1)
+    masks.begin(0, range(SAMPLES))
+    module[0](ONES)
+    assert masks.unused == {"1"}
+
+
+def test_one_module_under_two_names_is_said(caplog) -> None:
+    shared = nn.Dropout(0.5)
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Dropout(0.5)})
+    with caplog.at_level(logging.WARNING):
+        masks = dropout.install(model, 1)
+    assert [record.message for record in caplog.records] == ["a, b is one module, so its masks depend on the mix."]
+    assert (masks.by_rank, masks.unused) == ({"a", "b"}, {"c"})
