@@ -11,7 +11,7 @@ import pytest
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
-@pytest.mark.parametrize("name", ["model_docs"])
+@pytest.mark.parametrize("name", ["mix_docs", "model_docs"])
 def test_the_page_is_that_of_the_figures(name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     assert spec is not None
