@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from framework import counter
+from framework.window import micro_slices
 
 log = logging.getLogger(__name__)
 
-ELEMENTS = (nn.Dropout,)
+CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+"""Modules that drop whole channels: dim 1 of the input."""
+KINDS = (nn.Dropout, *CHANNELS)
 SEQUENCE, FEATURES = "sequence", "features"
 """What tensor parallelism cuts: the last dim but one of [..., tokens, features], or the last (of four dims: heads)."""
-CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-"""Those that drop whole channels: dim 1 of the input."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,10 @@ class Masks:
         self._batch = self._now = _Moment(step, samples)
 
     def micro_batch(self, index: int, of: int) -> None:
-        """Begin micro-batch `index` of the micro-step's `of`, which a pipeline cuts as `framework.pipeline.split`."""
+        """Begin micro-batch `index` of the micro-step's `of`."""
         if self._batch is not None:
-            size = len(self._batch.samples)
-            start, stop = (round(at * size / of) for at in (index, index + 1))
-            self._now = _Moment(self._batch.step, self._batch.samples[start:stop])
+            samples = self._batch.samples
+            self._now = _Moment(self._batch.step, samples[micro_slices(len(samples), of)[index]])
 
     def passed(self, calls: Mapping[str, int]) -> None:
         """Begin a stage of a pipeline before which modules were called so many times for this micro-batch."""
@@ -102,12 +102,14 @@ class Masks:
         Called in the forward of what is recomputed in backward, when other micro-batches may have come since.
         """
         then = self._now
-        before = dict(then.calls) if then is not None else {}
+        if then is None:
+            return run
+        before = dict(then.calls)
         first = True
 
         def again(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
-            if first or then is None:
+            if first:
                 first = False
                 return run(*args, **kwargs)
             with self._at(_Moment(then.step, then.samples, dict(before))):
@@ -124,9 +126,9 @@ class Masks:
             self._now = now
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # what it depends on changes with each call
-    def drop(self, module: nn.Module, name: str, x: Tensor) -> Tensor:
+    def drop(self, module: Any, name: str, x: Tensor) -> Tensor:
         """Return what `module` makes of `x`."""
-        now, p = self._now, float(module.p)  # type: ignore[arg-type]
+        now, p = self._now, float(module.p)
         plain = not module.training or p == 0.0 or isinstance(x, DTensor)
         if plain or now is None:
             return _own(module, x)
@@ -194,8 +196,7 @@ def _own(module: nn.Module, x: Tensor) -> Tensor:
 
 def known(module: nn.Module) -> bool:
     """Whether a module drops as torch's own do; a subclass with a `forward` of its own may do anything."""
-    kinds = (*ELEMENTS, *CHANNELS)
-    return isinstance(module, kinds) and type(module).forward in {kind.forward for kind in kinds}
+    return isinstance(module, KINDS) and type(module).forward in {kind.forward for kind in KINDS}
 
 
 def install(root: nn.Module, seed: int) -> Masks | None:

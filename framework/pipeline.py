@@ -27,7 +27,7 @@ from framework.metrics import Entry, Scalar
 from framework.parts import ModelPart
 from framework.plan import RunPlan
 from framework.stages import Caller, Stage
-from framework.window import batch_size, read_output
+from framework.window import batch_size, micro_slices, read_output
 
 if TYPE_CHECKING:
     from framework.precision import Precision
@@ -46,7 +46,7 @@ def split(batch: Any, pieces: int) -> list[Any]:
         UsageError: a tensor's dim 0 isn't the batch size, so that it can't be cut.
     """
     size = batch_size(batch)
-    bounds = [round(index * size / pieces) for index in range(pieces + 1)]
+    places = micro_slices(size, pieces)
 
     def cut(leaf: Any, index: int) -> Any:
         if not isinstance(leaf, Tensor) or leaf.ndim == 0:
@@ -56,7 +56,7 @@ def split(batch: Any, pieces: int) -> list[Any]:
                 f"A tensor of shape {tuple(leaf.shape)} in the batch can't be cut into micro-batches: its dim 0 isn't "
                 f"the batch size {size}; return it from the dataset a sample, or type pp=none."
             )
-        return leaf[bounds[index] : bounds[index + 1]]
+        return leaf[places[index]]
 
     return [tree_map(lambda leaf, i=index: cut(leaf, i), batch) for index in range(pieces)]
 

@@ -228,8 +228,9 @@ def _take_as_used(found: Survey, parameters: Mapping[str, Tensor]) -> None:
     for name, weight in parameters.items():
         if name in found.uses:
             continue
-        words = name.split(".")[:-1]
-        around = next((".".join(words[:end]) for end in range(len(words), 0, -1) if ".".join(words[:end]) in calls), "")
+        words = name.split(".")
+        outward = (".".join(words[:end]) for end in range(len(words) - 1, 0, -1))
+        around = next((module for module in outward if module in calls), "")
         if around and found.starts:
             ends = {end for call in calls[around] for end in (call.start, max(call.start, call.stop - 1))}
             found.uses[name] = sorted(ends)

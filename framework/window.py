@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ def batch_size(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.size(0)
     return 1
+
+
+def micro_slices(size: int, pieces: int) -> list[slice]:
+    """Return which of the `size` samples of a batch each of `pieces` micro-batches has."""
+    bounds = [round(index * size / pieces) for index in range(pieces + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
 def read_output(output: Any, batch: Any) -> tuple[Tensor | None, Scalar, bool]:

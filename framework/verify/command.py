@@ -264,12 +264,14 @@ class Truth:
         lr: learning rate.
         by_rank: modules whose dropout would depend on the mix, and is switched off.
         outcome: what the reference shows.
+        alone: arguments of `rank.alone`, which made it.
     """
 
     plan: RunPlan
     lr: float
     by_rank: set[str]
     outcome: Outcome
+    alone: tuple[Any, ...]
 
 
 class Oracle:
@@ -286,7 +288,6 @@ class Oracle:
         self.composer = composer
         self.steps = steps
         self._truths: dict[tuple[str, ...], Truth] = {}
-        self._alone: dict[tuple[str, ...], tuple[Any, ...]] = {}  # arguments of `rank.alone`
         self._delayed: dict[Any, Outcome] = {}
 
     def truth(self, more: Sequence[str] = (), precision: str = "fp64") -> Truth:
@@ -299,23 +300,19 @@ class Oracle:
             first, batches, by_rank = self._run(rank.begin, single, self.steps)
             if not first.result.grad_norms[0] > 0:
                 raise UsageError("The gradient of the first step is zero, so nothing can be verified: use other data.")
-            # a step moves the weights by a few hundredths of their size, whatever the model
+            # a step moves the weights by the same share of their size, whatever the model
             gradients = first.result.first_gradients
             lr = SHARE * global_norm(first.initial[name] for name in gradients) / global_norm(gradients.values())
             clip, by = (single.trainer.get(f"gradient_clip_{what}") for what in ("val", "algorithm"))
-            self._alone[key] = (
+            alone = (
                 single.components["model"], first, batches, by_rank, single.seed, lr, clip or None, by or "norm",
             )  # fmt: skip
-            want = self._run(rank.alone, *self._alone[key])
-            still = unmoved(want.result, BOUNDS[precision])
-            if still:
-                print(
-                    f"Nothing is proven about {', '.join(still)}: they hardly move in {self.steps} steps.",
-                    file=sys.stderr,
-                )
+            want = self._run(rank.alone, *alone)
+            if still := ", ".join(unmoved(want.result, BOUNDS[precision])):
+                print(f"Nothing is proven about {still}: they hardly move in {self.steps} steps.", file=sys.stderr)
             if by_rank:
                 print(f"Dropout is off in {', '.join(sorted(by_rank))}: it depends on the mix.", file=sys.stderr)
-            self._truths[key] = Truth(single, lr, by_rank, want)
+            self._truths[key] = Truth(single, lr, by_rank, want, alone)
         return self._truths[key]
 
     def delayed(self, got: Outcome, words: frozenset[str], truth: tuple[str, ...]) -> Outcome:
@@ -330,7 +327,7 @@ class Oracle:
         delays = {name: last - stage if by_stage else 1 for name, stage in got.stages.items()}
         key = (truth, tuple(sorted(delays.items())), "vertical_sync" in words)
         if key not in self._delayed:
-            self._delayed[key] = self._run(rank.alone, *self._alone[truth], delays, "vertical_sync" in words)
+            self._delayed[key] = self._run(rank.alone, *self._truths[truth].alone, delays, "vertical_sync" in words)
         return self._delayed[key]
 
     def judge(

@@ -42,7 +42,7 @@ class Piece:
 Pieces = Mapping[str, Piece]
 """Name -> what one rank has."""
 
-Squares = Mapping[str, tuple[Place, float]]
+Norms = Mapping[str, tuple[Place, float]]
 """Name -> where a rank's piece is, and the norm of that piece alone."""
 
 
@@ -76,7 +76,7 @@ def norms(mine: Pieces, order: float) -> dict[str, tuple[Place, float]]:
     return {name: (piece.place, float(piece.values.double().norm(order))) for name, piece in mine.items()}
 
 
-def global_norm(everyone: Iterable[Squares], order: float) -> float:
+def global_norm(everyone: Iterable[Norms], order: float) -> float:
     """Return the norm of tensors from those of all ranks' pieces; what several ranks have counts once."""
     distinct = {(name, place): size for theirs in everyone for name, (place, size) in theirs.items()}
     if math.isinf(order):

@@ -23,12 +23,12 @@ from framework.errors import RunFailedError
 from framework.plan import RunPlan
 from framework.trainer import Trainer, as_module, build_model
 from framework.verify import pieces, reference
-from framework.verify.pieces import Piece, Squares
+from framework.verify.pieces import Norms, Piece
 from framework.verify.reference import Result
 from framework.window import batch_size
 
 MOMENTUM = 0.9
-UNKNOWN = (*dropout.ELEMENTS, *dropout.CHANNELS, nn.AlphaDropout, nn.FeatureAlphaDropout)
+UNKNOWN = (*dropout.KINDS, nn.AlphaDropout, nn.FeatureAlphaDropout)
 """Modules that drop; what `framework.dropout` doesn't know of them is switched off."""
 
 
@@ -50,7 +50,7 @@ class Seen:
     """
 
     losses: list[float] = field(default_factory=list)
-    norms: list[Squares] = field(default_factory=list)
+    norms: list[Norms] = field(default_factory=list)
     order: float = 2.0
     gradients: dict[str, Piece] = field(default_factory=dict)
     initial: dict[str, Piece] = field(default_factory=dict)
@@ -236,8 +236,8 @@ def begin(plan: RunPlan, steps: int) -> tuple[Outcome, list[Any], set[str]]:
         rows = own[:count]
     if len(rows) < count:
         raise RunFailedError(f"{steps} steps of {size} samples need {count}, and the training data has {len(rows)}.")
-    pieces = [rows[at : at + size] for at in range(0, count, size)]
-    batches = [loader.collate_fn(piece if stream else _samples(dataset, piece)) for piece in pieces]
+    of_steps = [rows[at : at + size] for at in range(0, count, size)]
+    batches = [loader.collate_fn(some if stream else _samples(dataset, some)) for some in of_steps]
     return together([seen]), batches, seen.by_rank
 
 

@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_infinitely_far(everyone: list[dict[str, Piece]]) -
     assert math.inf in pieces.whole(everyone)[1].values()
 
 
-def held() -> list[dict[str, Piece]]:
+def held() -> tuple[dict[str, Piece], dict[str, Tensor]]:
     """Layouts of every kind, on each of four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def held() -> list[dict[str, Piece]]:
     uneven = distribute_tensor(torch.arange(5.0), mesh, [Shard(0), Replicate()])
     extra = {"sum": partial, "uneven": uneven, "scalar": torch.tensor(3.0), "elsewhere": torch.empty(2, device="meta")}
     whole = {name: p.full_tensor() for name, p in model.named_parameters()}
-    return [pieces.of([*model.named_parameters(), *extra.items()]), whole]  # type: ignore[list-item]
+    return pieces.of([*model.named_parameters(), *extra.items()]), whole
 
 
 def test_layouts_of_dtensors(pool) -> None:
