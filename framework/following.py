@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from framework.adapters import torch_private
 from framework.adapters.torch_private import tree_leaves, tree_map
 from framework.errors import RunFailedError
+from framework.remembered import Remembered
 
 Name = tuple[int, int]
 """Number of an event, and which of its results."""
@@ -99,6 +100,7 @@ class Follower(TorchFunctionMode):
         received: values of earlier stages by name.
         wanted: names of the values to keep for later stages.
         entered: called when the stage begins, if something comes before it.
+        remember: calls operations on meta tensors; None = each is run.
     """
 
     def __init__(
@@ -111,9 +113,11 @@ class Follower(TorchFunctionMode):
         received: Mapping[Name, Tensor],
         wanted: Sequence[Name],
         entered: Callable[[], None] = lambda: None,
+        remember: Remembered | None = None,
     ) -> None:
         super().__init__()
         self.entered = entered
+        self.remember = remember
         self.device = device
         self.pretend = pretend
         self.begin, self.end = begin, end
@@ -220,12 +224,24 @@ class Follower(TorchFunctionMode):
         if self.ahead and self.begin is not None and self.begin.used(leaves):
             self._enter()
         if self.ahead:
-            return self._pretend(func, args, kwargs, real=func, target=changed(func, args, kwargs))
+            target = changed(func, args, kwargs)
+            remember = self.remember if target is None else None
+            return self._pretend(func, args, kwargs, real=func, target=target, remember=remember)
         if self.end is not None and self.end.used(leaves):
             raise _Cut
         return self._perform(func, args, kwargs, in_place=True)
 
-    def _pretend(self, func: Any, args: Any, kwargs: Any, *, real: Any, target: Any, unreal: bool = False) -> Any:
+    def _pretend(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        real: Any,
+        target: Any,
+        unreal: bool = False,
+        remember: Remembered | None = None,
+    ) -> Any:
         """Run an event that comes before this stage: `real` if no argument is computed, else `func` on meta tensors."""
         event = self.count
         self.count += 1
@@ -243,7 +259,7 @@ class Follower(TorchFunctionMode):
             args, kwargs = tree_map(_to_meta, (args, kwargs))
             image = None if target is None else changed(func, args, kwargs)
             with torch.no_grad():
-                result = func(*args, **kwargs)
+                result = func(*args, **kwargs) if remember is None else remember(func, args, kwargs)
         results = tree_leaves(result)
         if target is not None:
             self._name(event, [image])

@@ -25,6 +25,7 @@ from framework.adapters.torch_private import tree_leaves, tree_map
 from framework.errors import RunFailedError
 from framework.following import Follower, Mark, Name, Record, _Cut, watch_calls
 from framework.parts import ModelPart, find_blocks
+from framework.remembered import Remembered
 from framework.stages import Stage, sendable
 from framework.survey import Survey, holders, quiet, twin_of, units_of
 
@@ -81,6 +82,7 @@ class Cutting:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _crossing: dict[Any, list[list[Name]]] = field(default_factory=dict)
     _pretended: dict[Any, Any] = field(default_factory=dict)
+    remember: Remembered = field(default_factory=Remembered)
     _watched: bool = False
 
     def watch(self) -> None:
@@ -208,6 +210,7 @@ class TracedStage(Stage):
             dict(zip(arriving, received, strict=True)),
             leaving,
             self._entered,
+            self.cutting.remember,
         )
         try:
             result = self.run(index, partial(self._step, follower))

@@ -395,12 +395,38 @@ def foreach_clamp_(tensors: Sequence[Tensor], limit: float) -> None:
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Return what hangs in nested containers, in order."""
-    leaves: list[Any] = _pytree.tree_leaves(tree)
+    leaves: list[Any] = []
+    _gather_leaves(tree, leaves)
     return leaves
+
+
+_LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.Size})
+"""What hangs in nearly all trees; torch asks each value whether it is one of dozens of containers."""
+
+
+def _gather_leaves(tree: Any, leaves: list[Any]) -> None:
+    kind = type(tree)
+    if kind in _LEAVES:
+        leaves.append(tree)
+    elif kind is tuple or kind is list:
+        for child in tree:
+            _gather_leaves(child, leaves)
+    elif kind is dict:
+        for child in tree.values():
+            _gather_leaves(child, leaves)
+    else:
+        leaves.extend(_pytree.tree_leaves(tree))
 
 
 def tree_map(function: Callable[..., Any], tree: Any) -> Any:
     """Return the same nested containers with `function` applied to each leaf."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        return function(tree)
+    if kind is tuple or kind is list:
+        return kind([tree_map(function, child) for child in tree])
+    if kind is dict:
+        return {name: tree_map(function, child) for name, child in tree.items()}
     return _pytree.tree_map(function, tree)
 
 

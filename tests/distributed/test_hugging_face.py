@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from framework.errors import PlanError
 from framework.testing import WorkerPool
-from framework.verify.command import Composer, Oracle, Row, flags_of
+from framework.verify.command import flags_of
 from framework.verify.mixes import Mix
+from framework.verify.oracle import Composer, Oracle, Row
 from framework_plugins.model.hf import CAUSAL, CausalLM, describe
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -12,7 +12,8 @@ from plans import make_plan
 
 from framework.compose import compose
 from framework.errors import PlanError
-from framework.verify.command import Composer, flags_of
+from framework.verify.command import flags_of
+from framework.verify.oracle import Composer
 from framework_plugins.strategy.deepspeed import DeepSpeed
 from framework_plugins.strategy.deepspeed_checks import stale_locks
 
