@@ -7,6 +7,7 @@ A stage that is cut anywhere in a step method runs all operations before its own
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -57,12 +58,10 @@ class Remembered:
         if known is None:
             result = function(*args, **kwargs)
             given = {id(leaf): at for at, leaf in enumerate(tree_leaves((args, kwargs))) if isinstance(leaf, Tensor)}
-            try:
-                if len(self._known) >= LIMIT:
-                    self._known.clear()
+            if len(self._known) >= LIMIT:
+                self._known.clear()
+            with suppress(_NotPlainError):  # then it is called again the next time
                 self._known[key] = tree_map(lambda leaf: _Leaf(leaf, given.get(id(leaf))), result)
-            except _NotPlainError:
-                pass
             return result
         if type(known) is _Leaf and known.given is None:
             return known.made()

@@ -112,6 +112,16 @@ class MeshStrategy(MeshCollectives):
         """Data coordinates: ranks that differ only on tp, pp or cp read the same samples."""
         return {"num_replicas": self.plan.mesh.data_ranks, "rank": self.plan.mesh.data_rank(self.global_rank)}
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The same ones, set again, keep Lightning's wrappers: with a wrapper `__del__` of the optimizer would run."""
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        if [*map(id, optimizers)] != [*map(id, self.optimizers)]:
+            MeshCollectives.optimizers.__set__(self, optimizers)  # type: ignore[attr-defined]
+
     def set_world_ranks(self) -> None:
         """Tell the cluster environment (and with it `rank_zero_only`) which rank this is."""
         assert self.cluster_environment is not None

@@ -171,8 +171,17 @@ class _NoSignals:
 
 
 def leave_signals_alone(trainer: Any) -> None:
-    """Keep Lightning from installing signal handlers for this trainer; it has no switch for that."""
+    """Keep Lightning from installing signal handlers for this trainer; it has no switch for that.
+
+    Without them nothing sets the flag that Lightning (2.6.6) broadcasts from rank 0 before each batch, micro-batches of
+    an accumulation too: a collective and a host sync, which make the stages of a pipeline wait for one another.
+    """
     trainer._signal_connector = _NoSignals()
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
+
+
+def _nothing() -> None:
+    """Stands in for a method whose work is done elsewhere."""
 
 
 def resume_cleanly(trainer: Any) -> None:

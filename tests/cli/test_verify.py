@@ -23,6 +23,9 @@ from framework.verify.mutants import MUTANTS
 SMALL = [
     "model.layers=2", "model.width=16", "model.heads=2", "model.hidden=32", "model.context=16", "global_batch_size=8",
 ]  # fmt: skip
+FOUR_BLOCKS = [
+    "model.layers=4", "model.width=32", "model.heads=4", "model.hidden=32", "model.context=16", "global_batch_size=8",
+]  # fmt: skip
 OPTIONS = {
     "strategy": {"ddp": (), "fsdp": ("replicas=2",)},
     "tp": {"dtensor": ("loss_parallel=true",)},
@@ -44,12 +47,13 @@ def test_campaign_of_all_mixes():
         assert code == EXIT_OK, [row for row in models[model]["rows"] if row["verdict"] not in ("equal", "refused")]
 
 
-@pytest.mark.campaign
-@pytest.mark.timeout(1800)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", ["gpt", "moe"])
 def test_a_cover_of_all_pairs_is_equal(capsys, model):
-    """Mixes of up to four ranks in which any two options stand together."""
-    code = cli.main(["verify", "--mixes=pairwise", "--ranks", "4", "--json", f"model={model}"])
+    """Mixes of up to four ranks in which any two options stand together, of a small model."""
+    words = ["--mixes=pairwise", "--ranks", "4", "--steps", "3", "--json", f"model={model}", *FOUR_BLOCKS]
+    code = cli.main(["verify", *words])
     result = json.loads(capsys.readouterr().out)
     assert code == EXIT_OK, [row for row in result["rows"] if row["verdict"] not in ("equal", "refused")]
     assert result["verdicts"]["equal"] > 50

@@ -285,6 +285,7 @@ def test_the_progress_of_lightnings_loops() -> None:
 
 def test_lightnings_signal_handlers_can_be_kept_out() -> None:
     """Its SIGTERM handler enters a broadcast on the signalled rank alone: `preemption` needs the signal for itself."""
+    import inspect
     import signal
 
     from lightning.pytorch import LightningModule, Trainer
@@ -294,6 +295,7 @@ def test_lightnings_signal_handlers_can_be_kept_out() -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     assert hasattr(trainer._signal_connector, "register_signal_handlers")
     assert hasattr(trainer._signal_connector, "teardown")
+    assert list(inspect.signature(trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor).parameters) == []
     before = signal.getsignal(signal.SIGTERM)
     lightning_private.leave_signals_alone(trainer)
     seen = []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -341,3 +343,48 @@ def test_tuples_integers_and_a_frozen_stage(pool, words):
         assert set(final) == {name for name, _ in model.named_parameters()}
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(final[name], parameter.detach(), rtol=1e-12, atol=1e-13)
+
+
+class Meetings(Callback):
+    """Counts the collectives of all ranks from the end of step 2 to the end of the last but one."""
+
+    NAMES = ("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_object", "broadcast_object_list")
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.original = {name: getattr(dist, name) for name in self.NAMES}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            for name, function in self.original.items():
+                setattr(dist, name, self._counting(name, function))
+        elif trainer.global_step == STEPS - 1:
+            self.leave()
+
+    def _counting(self, name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def leave(self) -> None:
+        for name, function in self.original.items():
+            setattr(dist, name, function)
+
+
+def meet(plan: RunPlan) -> dict[str, int]:
+    """Train; called on every rank: the collectives between two agreements."""
+    meetings = Meetings()
+    try:
+        Trainer(plan, callbacks=[meetings]).fit(Deep(), loader(rows(), BATCH))
+    finally:
+        meetings.leave()
+    return dict(meetings.calls)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_ranks_meet_only_where_they_agree(pool, schedule):
+    """Else each stage would wait for the slowest in every step: Lightning's own loop asks rank 0 about SIGTERM."""
+    made = plan_of(f"pp={schedule}", "pp.size=2", "pp.sync_every=100")
+    assert pool.run(meet, 2, made, process_group=False, timeout=90) == [{}, {}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -66,3 +67,39 @@ def test_a_step_may_change_its_batch_and_not_what_the_loader_keeps(tmp_path: Any
 
 def with_data(plan: RunPlan) -> RunPlan:
     return plan.with_(components={**plan.components, "data": {}})
+
+
+class Ended(torch.optim.SGD):
+    """Notes its end, as an optimizer does that keeps memory outside of Python."""
+
+    ends: list[int] = []  # noqa: RUF012 - of all
+
+    def __del__(self) -> None:
+        self.ends.append(self.steps)
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.ends == [], "it has come to its end before this step"
+        type(self).steps += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_lives_as_long_as_the_run(tmp_path: Any) -> None:
+    """Lightning's wrapper is of a class derived from the optimizer's: thrown away, it would end the optimizer."""
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            gc.collect()
+            return self.linear(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return Ended(self.parameters(), lr=0.1)
+
+    trained = Trainer(make_plan(1, run_dir=str(tmp_path), trainer={"max_steps": 2}))
+    trained.fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=1))
+    assert Ended.steps == 2

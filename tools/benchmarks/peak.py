@@ -22,8 +22,8 @@ from framework.plan import RunPlan
 LIMIT = 1.2
 """How much of the shard may be needed at most."""
 
-MODEL = "model.layers=16 model.width=1024 model.heads=16 model.hidden=2816"
-"""Some 200 M parameters, so that what a process needs anyhow (groups, hooks) counts for little."""
+MODEL = "model.layers=32 model.width=1024 model.heads=16 model.hidden=2816"
+"""Some 400 M parameters, so that what a process needs anyhow (groups, hooks) counts for little."""
 
 MIXES = {
     "full_shard": "strategy=fsdp devices=2",

@@ -29,10 +29,10 @@ SCHEDULES = {
     "gpipe": "pp.microbatches={micros}",
     "1f1b": "pp.microbatches={micros}",
     "interleaved_1f1b": "pp.microbatches={micros}",
-    "pipedream": "",
-    "pipedream_2bw": "pp.microbatches={micros}",
+    "pipedream": "pp.sync_every={every}",
+    "pipedream_2bw": "pp.microbatches={micros} pp.sync_every={every}",
 }
-"""Schedule -> its words."""
+"""Schedule -> its words. The delayed ones agree at the end only: in an agreement ranks wait."""
 FIRST = "gpipe"
 """What the others are compared with."""
 
@@ -121,10 +121,12 @@ class Timer(Callback):
 
 def plan(schedule: str, settings: Settings) -> RunPlan:
     """Return the plan of one schedule, as typed by a user."""
+    every = settings.steps + settings.stages
     words = [
-        f"pp={schedule}", f"pp.size={settings.stages}", *SCHEDULES[schedule].format(micros=settings.micros).split(),
+        f"pp={schedule}", f"pp.size={settings.stages}",
+        *SCHEDULES[schedule].format(micros=settings.micros, every=every).split(),
         *(f"{slot}=none" for slot in ("checkpoint", "recovery", "logs", "logger")), "threads=1",
-        f"global_batch_size={settings.micros}", f"trainer.max_steps={settings.steps + settings.stages}",
+        f"global_batch_size={settings.micros}", f"trainer.max_steps={every}",
         "trainer.limit_val_batches=0", "trainer.enable_progress_bar=false",
     ]  # fmt: skip
     return compose(words, model=False)
