@@ -119,7 +119,7 @@ class MeshStrategy(MeshCollectives):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        if [*map(id, optimizers)] != [*map(id, self.optimizers)]:
+        if not lightning_private.has_wrapped(self, optimizers):
             MeshCollectives.optimizers.__set__(self, optimizers)  # type: ignore[attr-defined]
 
     def set_world_ranks(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +157,11 @@ def count_batches(trainer: Any) -> None:
 def at_last_batch(trainer: Any) -> bool:
     """Return whether the batch that is trained (or was trained last) is the last of its epoch."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def has_wrapped(strategy: Any, optimizers: Sequence[Any]) -> bool:
+    """Return whether just these optimizers are in Lightning's wrappers; not after a fit, nor in a copy."""
+    return [id(wrapper.optimizer) for wrapper in strategy._lightning_optimizers] == [*map(id, optimizers)]
 
 
 class _NoSignals:

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule
 from plans import make_plan
 
 from framework import Trainer, hookimpl, trainer
+from framework.adapters import lightning_private
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
 
@@ -103,3 +104,13 @@ def test_an_optimizer_lives_as_long_as_the_run(tmp_path: Any) -> None:
     trained = Trainer(make_plan(1, run_dir=str(tmp_path), trainer={"max_steps": 2}))
     trained.fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=1))
     assert Ended.steps == 2
+
+
+def test_a_copy_of_the_strategy_wraps_its_optimizers_anew(tmp_path: Any) -> None:
+    """Lightning leaves the wrappers out of the state, and sets the same optimizers again."""
+    strategy: Any = Trainer(make_plan(1, run_dir=str(tmp_path))).strategy
+    optimizers = [torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)]
+    strategy.optimizers = optimizers
+    assert lightning_private.has_wrapped(strategy, optimizers)
+    strategy.__setstate__(strategy.__getstate__())
+    assert lightning_private.has_wrapped(strategy, optimizers)
