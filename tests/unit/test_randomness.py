@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 
+from framework import worker
 from framework.plan import MeshSpec, RunPlan
 from framework.randomness import MicroStepSeeds
 
@@ -40,3 +43,20 @@ def test_each_micro_step_has_its_own_numbers_whatever_was_drawn_before() -> None
     torch.rand(100)
     assert draws(0) == first
     assert len({first, draws(0, step=4), draws(0, micro_step=1), draws(0, seed=1)}) == 4
+
+
+def test_a_rank_is_seeded_as_lightning_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+    seen = []
+    for by in (
+        lambda: seed_everything(2**32 - 5, workers=True, verbose=False),
+        lambda: worker.seed(RunPlan(run_id="r", run_dir="/nowhere", seed=2**32 - 5)),
+    ):
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        by()
+        numbers = float(torch.rand(())), random.random(), float(np.random.rand())
+        seen.append((numbers, os.environ.pop("PL_GLOBAL_SEED"), os.environ.pop("PL_SEED_WORKERS")))
+    assert seen[0] == seen[1]
