@@ -41,7 +41,8 @@ class Remembered:
     """Calls functions on meta tensors, each once for given shapes, strides, dtypes and plain arguments.
 
     An object of any other kind among the arguments or results (a function, a subclass of Tensor) has the function
-    called each time. Functions that change an argument must not be called through this.
+    called each time, and so has a function without a hash. Functions that change an argument must not be called
+    through this.
     """
 
     def __init__(self) -> None:

@@ -120,7 +120,7 @@ class MeshStrategy(MeshCollectives):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         if not lightning_private.has_wrapped(self, optimizers):
-            MeshCollectives.optimizers.__set__(self, optimizers)  # type: ignore[attr-defined]
+            MeshCollectives.optimizers.__set__(self, optimizers)  # type: ignore[attr-defined]  # a property
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment (and with it `rank_zero_only`) which rank this is."""

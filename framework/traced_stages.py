@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from framework.adapters.torch_private import tree_leaves, tree_map
+from framework.adapters.torch_private import tree_map
 from framework.errors import RunFailedError
 from framework.following import Follower, Mark, Name, Record, _Cut, watch_calls
 from framework.parts import ModelPart, find_blocks
@@ -81,7 +81,6 @@ class Cutting:
     changed: Sequence[bool]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _crossing: dict[Any, list[list[Name]]] = field(default_factory=dict)
-    _pretended: dict[Any, Any] = field(default_factory=dict)
     remember: Remembered = field(default_factory=Remembered)
     _watched: bool = False
 
@@ -124,24 +123,25 @@ class Cutting:
 
     def pretend(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return what a unit would return, on the meta device; computed once for given shapes and settings."""
-        name = self.units[module]
-        leaves = tuple(_described(leaf) for leaf in tree_leaves((args, kwargs)))
-        key = (name, module.training, torch.get_default_dtype(), len(args), tuple(kwargs), leaves)
-        if key not in self._pretended:
-            twin = self.twin.get_submodule(name)
-            _same_modes(module, twin)
-            self._pretended[key] = twin(*args, **kwargs)
-        return tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, self._pretended[key])
+        unit = _Unit(module, self.twin.get_submodule(self.units[module]), module.training)
+        return self.remember(unit, args, kwargs)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A module's twin in the module's mode, as a function that `Remembered` knows again."""
+
+    module: nn.Module
+    twin: nn.Module
+    training: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _same_modes(self.module, self.twin)
+        return self.twin(*args, **kwargs)
 
 
 def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
-
-
-def _described(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, (int, float, str, bool, type(None))) else type(leaf)
 
 
 def _same_modes(module: nn.Module, twin: nn.Module) -> None:

@@ -73,7 +73,7 @@ def with_data(plan: RunPlan) -> RunPlan:
 class Ended(torch.optim.SGD):
     """Notes its end, as an optimizer does that keeps memory outside of Python."""
 
-    ends: list[int] = []  # noqa: RUF012 - of all
+    ends: list[int] = []  # noqa: RUF012 - one list for every object
 
     def __del__(self) -> None:
         self.ends.append(self.steps)
