@@ -28,6 +28,7 @@ import torch.distributed as dist
 from framework import preemption, process_groups
 from framework.errors import PreemptedError
 from framework.failures import failure_of
+from framework.leaving import leave
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
 
@@ -89,7 +90,8 @@ def main(plan: Mapping[str, Any], entry: str, place: Place, launcher: Connection
     """
     global _launcher  # noqa: PLW0603 - one process is one rank
     _launcher = launcher
-    if "framework.fork_server" in sys.modules:
+    forked = "framework.fork_server" in sys.modules
+    if forked:
         sys.modules["framework.fork_server"].become_rank()
     os.setpgid(0, 0)  # this rank and its children end as one, and don't see the terminal's Ctrl-C
     end_with_parent()
@@ -106,7 +108,10 @@ def main(plan: Mapping[str, Any], entry: str, place: Place, launcher: Connection
     def join() -> None:
         process_groups.connect(frozen, place.rank, place.attempt, int(place.env["MASTER_PORT"]))
 
-    sys.exit(work(frozen, place.rank, entry, join).exit_code)
+    code = work(frozen, place.rank, entry, join).exit_code
+    if not forked:  # a forked process ends like that anyway
+        leave(code)
+    sys.exit(code)
 
 
 def work(plan: RunPlan, rank: int, entry: str, join: Callable[[], None] | None = None) -> Ended:

@@ -17,6 +17,8 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from framework.leaving import leave
+
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
@@ -51,6 +53,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         super()._wrapping_function(*args, **kwargs)
         if dist.is_initialized():  # a process that leaves while gloo's threads still run may abort
             dist.destroy_process_group()
+        leave(0)
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         from framework.state import full_state_dict  # it needs this package

@@ -75,6 +75,8 @@ def main(words: Sequence[str]) -> int:
         raise UsageError(
             f"--mixes={flags.mixes} goes through many mixes and {' '.join(asked)} chooses one. Type one of the two."
         )
+    if flags.steps < 1:
+        raise UsageError(f"--steps {flags.steps}: a mix is judged by its steps. Type --steps 1, or more.")
     if flags.force and not flags.mixes:
         raise UsageError("--force runs mixes that --mixes finds and the options refuse. Type --mixes=all too.")
     if flags.mutants and (overrides or flags.mixes):
@@ -104,6 +106,8 @@ def _chosen(flags: argparse.Namespace, asked: Sequence[str], composer: Composer)
     if not flags.mixes:
         return [Mix(tuple(asked), 0)] if asked else []
     mixes = [mix for mix in every(composer.options(), flags.ranks) if mix.words]
+    if not mixes:
+        raise UsageError(f"--ranks {flags.ranks}: no mix has so few processes. Type --ranks 2, or more.")
     if flags.mixes in COVERS:
         return mixes
     found = [mix for mix in mixes if fnmatch(str(mix), flags.mixes)]

@@ -228,6 +228,8 @@ def test_a_needless_refusal_is_told(capsys, monkeypatch):
         (["logger=csv"], "verify sets logger itself"),
         (["precision=bf16-mixed"], "verify sets precision itself"),
         (["strategy=fspd"], "fsdp"),
+        (["--mixes=pairwise", "--ranks", "0"], "Type --ranks 2"),
+        (["--steps", "0"], "Type --steps 1"),
     ],
 )
 def test_what_was_typed_wrong_is_one_sentence(words, said, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,15 @@ MIXES = {
     "fsdp": {"strategy": "fsdp", "micro_batch_size": 4},
     "pp": {"pp": "gpipe", "microbatches": 2, "micro_batch_size": 4},
 }
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """What Lightning's launcher exports (MASTER_PORT) isn't left to other tests."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.mark.timeout(280)
