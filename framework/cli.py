@@ -45,6 +45,10 @@ def _command(words: list[str]) -> int:
         from framework.verify.command import main as verify
 
         return verify(words)
+    if name == "ledger":
+        from framework.ledger.command import main as ledger
+
+        return ledger(words)
     if "--help" in words or "-h" in words or name == "help":
         from framework.guide import help_page
         from framework.job import console

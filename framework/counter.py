@@ -55,6 +55,12 @@ def normal(key: int, positions: Tensor) -> Tensor:
     return numbers
 
 
+def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
+    """Return the order in which all ranks together read a shuffled dataset of `size` samples in an epoch."""
+    order: list[int] = permutation(derive("order", seed, epoch), size).tolist()
+    return order
+
+
 def permutation(key: int, size: int) -> Tensor:
     """Return 0 to size - 1 (int64) in random order: sorted by their `bits` as unsigned numbers, ties by number."""
     keys = bits(key, torch.arange(size)) ^ _signed(1 << 63)  # unsigned order under a signed comparison

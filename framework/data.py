@@ -23,8 +23,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from framework import counter
 from framework.errors import UsageError
-from framework.loaders import Loader, StreamLoader, Where, random_numbers
+from framework.ledger.numbering import NumberedStream
+from framework.loaders import Loader, StreamLoader, Where
 from framework.plan import RunPlan
+from framework.randomness import random_numbers
 
 if TYPE_CHECKING:
     from pluggy import PluginManager
@@ -102,6 +104,8 @@ class Loaders:
         self.manager = manager
         self.data_rank = data_rank
         self.training: Loader | StreamLoader | None = None
+        self._claimed = b""
+        self._trained: list[tuple[bytes, range]] = []
 
     def process(self, loader: object, trainer: LightningTrainer) -> object:
         """Return `loader` with the batches of this data rank; called by Lightning for each loader of each stage.
@@ -161,7 +165,9 @@ class Loaders:
         return user
 
     def _stream(self, user: DataLoader[Any], where: Where, kind: str) -> StreamLoader:
-        dataset: Any = user.dataset
+        key = (self.plan.seed, "train" if where.train else "evaluation")
+        numbered = None if user.batch_size is None else NumberedStream(user.dataset, key)
+        dataset: Any = user.dataset if numbered is None else numbered
         if self.plan.mesh.data_ranks > 1:
             dataset = self.manager.hook.shard_iterable(dataset=dataset, plan=self.plan, data_rank=self.data_rank)
             if dataset is None:
@@ -171,7 +177,7 @@ class Loaders:
                 )
         # None: the dataset itself yields batches
         batch_size = None if user.batch_size is None else self._batch_size(user, where, kind)
-        return StreamLoader(user, dataset, batch_size, where)
+        return StreamLoader(user, dataset, batch_size, where, numbered)
 
     def _batch_size(self, user: DataLoader[Any], where: Where, kind: str) -> int:
         """Return the samples of one batch of one rank."""
@@ -204,6 +210,22 @@ class Loaders:
             return False
         words = [words for words in self.manager.hook.requirements() if "shards_parameters" in words.gives]
         return bool(words) or any(True for _ in trainer.lightning_module.buffers())  # DDP sends buffers round
+
+    def claim(self, batch: Any) -> None:
+        """Take the numbers of the samples of a training batch that is about to be trained, as the loader gave it."""
+        self._claimed = self.training.tray.claim(batch) if self.training is not None else b""
+
+    def begin(self, batch: int) -> range:
+        """Note what training batch `batch` holds; return the places of its samples, as `numbers` does."""
+        places = self.numbers(batch)
+        if self._claimed and self.training is not None and self.training.real(batch) > 0:
+            self._trained.append((self._claimed, places[: len(self._claimed) // 8]))
+        return places
+
+    def take(self) -> list[tuple[bytes, range]]:
+        """Return the samples trained since the last call, by micro-step: their numbers (int64), and their places."""
+        trained, self._trained = self._trained, []
+        return trained
 
     def numbers(self, batch: int) -> range:
         """Return the numbers, among the samples of their optimizer step, of the samples of training batch `batch`."""

@@ -26,6 +26,7 @@ EXAMPLES = (
     (f"{PROGRAM} -cn gpt_tiny seed=1", "a recipe, with one setting changed"),
     (f"{PROGRAM} -m strategy=ddp,fsdp pp=none,gpipe", "a sweep: one job a combination"),
     (f"{PROGRAM} model._target_=my_project.MyModule", "any LightningModule of your own"),
+    (f"{PROGRAM} ledger runs/mine", "which samples it was trained on: none twice, none left out"),
     (f"{PROGRAM} ckpt_path=last run_dir=runs/mine", "go on where that run stopped, under any mix"),
 )
 
@@ -34,6 +35,7 @@ COMMANDS = {
     "validate": "run the validation set once, no training",
     "plan": "check everything and show what would run; starts nothing",
     "verify": "train a few steps under a mix, or under many, and hold them against one process without a framework",
+    "ledger": "prove from a run's records that each sample was trained once, over restarts and resizes",
     "plugins": "what is installed, what it adds, what is wrong with it",
 }
 

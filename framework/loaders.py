@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer as LightningTrainer
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,8 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from framework import counter
 from framework.adapters import lightning_private
 from framework.errors import UsageError
+from framework.ledger.numbering import Blocks, Collate, NumberedSamples, NumberedStream, Tray
 from framework.plan import RunPlan
-from framework.randomness import seed
+from framework.randomness import random_numbers, seed, set_states, states
 
 if TYPE_CHECKING:
     from framework.data import BatchPlan
@@ -93,20 +92,38 @@ class Loader(DataLoader[Any]):
     def __init__(self, user: DataLoader[Any], batches: BatchPlan, where: Where) -> None:
         super().__init__(batch_sampler=batches, **_settings(user))
         self.batches = batches
+        self.numbered = where.train
+        self.tray = Tray()
         self._where = where
         self._position = _Position(where)
+        # what really reads: users look at `dataset` and `collate_fn` of this loader and find their own
+        self._reader: DataLoader[Any] = self
+        if where.train:
+            numbered = {"dataset": NumberedSamples(user.dataset), "collate_fn": Collate(user.collate_fn)}
+            self._reader = DataLoader(batch_sampler=batches, **_settings(user) | numbered)
 
     def __iter__(self) -> Any:
         """Start at the position; random numbers of workers and of this process are seeded by it."""
         if self._where.train:
             self.batches.position = self._position.begin(self.batches.usable)
-        epoch = self.batches.position[0]
-        return _iterate(self, super().__iter__, self._where, epoch=epoch, first=self.batches.first())
+        make = self._reader.__iter__ if self.numbered else super().__iter__
+        rows = _iterate(self._reader, make, self._where, epoch=self.batches.position[0], first=self.batches.first())
+        return self.tray.unpack(rows) if self.numbered else rows
 
     @property
     def begun(self) -> bool:
         """Whether it was iterated."""
         return self._position.begun
+
+    def order(self) -> dict[str, Any]:
+        """Return what the order of an epoch follows from."""
+        batches = self.batches
+        return {"order": batches.how, "seed": batches.seed, "size": batches.size, "usable": batches.usable}
+
+    def began(self, step: int) -> tuple[int, int]:
+        """Return the epoch of optimizer step `step`, the last one, and the samples of it consumed before."""
+        base = self._position.base
+        return base.epoch, self.batches.consumed(step - 1 - base.steps)
 
     def real(self, batch: int) -> int:
         """Return how many samples of batch number `batch` count."""
@@ -171,14 +188,35 @@ class StreamLoader(DataLoader[Any]):
     has nothing left repeats its last batch as a filler.
 
     A resumed run reads and drops what was consumed: exact, but it takes the time of reading.
+
+    Args:
+        user: what the user built.
+        dataset: its samples that this rank reads.
+        batch_size: of one rank; None = the dataset yields batches.
+        where: in the run.
+        stream: what `dataset` is made of, if samples come with their numbers (`framework.ledger.numbering`).
     """
 
     def __init__(
-        self, user: DataLoader[Any], dataset: IterableDataset[Any], batch_size: int | None, where: Where
+        self,
+        user: DataLoader[Any],
+        dataset: IterableDataset[Any],
+        batch_size: int | None,
+        where: Where,
+        stream: NumberedStream | None = None,
     ) -> None:
-        settings = _settings(user) | {"dataset": dataset}
+        settings = _settings(user)
         # a pipeline takes batches of one size only
-        super().__init__(batch_size=batch_size, drop_last=batch_size is not None and where.plan.mesh.pp > 1, **settings)
+        drop_last = batch_size is not None and where.plan.mesh.pp > 1
+        super().__init__(batch_size=batch_size, drop_last=drop_last, **settings)
+        if stream is not None and batch_size is not None:
+            dataset = Blocks(dataset, batch_size)
+            settings["collate_fn"] = Collate(user.collate_fn, stream.key)
+        settings["dataset"] = dataset
+        self._reader: DataLoader[Any] = DataLoader(batch_size=batch_size, drop_last=drop_last, **settings)
+        self._stream = stream
+        self.numbered = stream is not None and where.train
+        self.tray = Tray()
         self._where = where
         self._position = _Position(where)
         self._real: list[bool] = []
@@ -193,10 +231,16 @@ class StreamLoader(DataLoader[Any]):
         batch = self._where.plan.batch
         skip = consumed // (batch.local_batch_size * batch.data_ranks)
         self._real = [True] * skip
-        rows = _iterate(self, super().__iter__, self._where, epoch=epoch, first=0, shared=True)
+        reader = self._reader
+        if self._stream is not None:
+            self._stream.epoch.fill_(epoch)
+        rows = _iterate(reader, reader.__iter__, self._where, epoch=epoch, first=0, shared=True)
         for _ in range(skip):
             next(rows, _END)
-        return self._in_step(rows)
+        rows = self._in_step(rows)
+        if self._stream is None:
+            return rows
+        return self.tray.unpack(rows) if self.numbered else (row.batch for row in rows)
 
     def _in_step(self, rows: Iterator[Any]) -> Generator[Any, None, None]:
         agree = self._where.trainer.strategy.reduce_boolean_decision
@@ -220,6 +264,15 @@ class StreamLoader(DataLoader[Any]):
     def begun(self) -> bool:
         """Whether it was iterated."""
         return self._position.begun
+
+    def order(self) -> dict[str, Any]:
+        """Return what the order of an epoch follows from."""
+        return {"order": "stream", "seed": self._where.plan.seed, "size": None, "usable": None}
+
+    def began(self, step: int) -> tuple[int, int]:
+        """Return the epoch of optimizer step `step`, the last one, and the samples of it consumed before."""
+        base = self._position.base
+        return base.epoch, base.consumed + (step - 1 - base.steps) * self._where.plan.batch.global_batch_size
 
     def real(self, batch: int) -> int:
         """Return 1 if batch number `batch` counts, 0 if it is a filler."""
@@ -336,39 +389,18 @@ def _continued(make: Callable[[], Iterator[Any]], key: int) -> Generator[Any, No
     """
     with random_numbers(key):
         rows = make()
-        states = _states()
+        kept = states()
     while True:
         with random_numbers(key):
-            _set_states(states)
+            set_states(kept)
             row = next(rows, _END)
-            states = _states()
+            kept = states()
         if row is _END:
             return
         yield row
-
-
-def _states() -> tuple[Any, Any, torch.Tensor]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _set_states(states: tuple[Any, Any, torch.Tensor]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
 
 
 def seeded(key: int) -> AbstractContextManager[None]:
     """Seed Python's, NumPy's and torch's CPU generators; enough in training, where each step seeds its own."""
     seed(key)
     return nullcontext()
-
-
-@contextmanager
-def random_numbers(key: int) -> Generator[None, None, None]:
-    """Seed Python's, NumPy's and torch's CPU generators inside, and put them back as they were."""
-    states = _states()
-    seed(key)
-    try:
-        yield
-    finally:
-        _set_states(states)

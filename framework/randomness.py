@@ -9,6 +9,9 @@ and the number of the micro-step; no generator's state has to be saved.
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,3 +47,26 @@ def seed(key: int) -> None:
     np.random.seed(key & 0xFFFFFFFF)
     # not `torch.manual_seed`: it takes 115 us, which is much beside a step of a small model; this takes 1
     torch.default_generator.manual_seed(key >> 1)
+
+
+def states() -> tuple[Any, Any, torch.Tensor]:
+    """Return the states of Python's, NumPy's and torch's CPU generators."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_states(kept: tuple[Any, Any, torch.Tensor]) -> None:
+    """Put the generators back to what `states` returned."""
+    random.setstate(kept[0])
+    np.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+
+
+@contextmanager
+def random_numbers(key: int) -> Generator[None, None, None]:
+    """Seed Python's, NumPy's and torch's CPU generators inside, and put them back as they were."""
+    kept = states()
+    seed(key)
+    try:
+        yield
+    finally:
+        set_states(kept)

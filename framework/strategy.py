@@ -31,7 +31,7 @@ from framework.checkpoint import StateKeeper
 from framework.clipping import clip_
 from framework.data import Loaders
 from framework.empty_stage import forget, placeholder
-from framework.errors import RunFailedError, UsageError
+from framework.errors import PlanError, RunFailedError, UsageError
 from framework.evaluation import Evaluation, Piece
 from framework.mesh import Mesh
 from framework.mesh_collectives import MeshCollectives
@@ -206,8 +206,6 @@ class MeshStrategy(MeshCollectives):
             problem for problems in self.manager.hook.check_model(plan=self.plan, model=module) for problem in problems
         ]
         if problems and trainer.state.fn == TrainerFn.FITTING:
-            from framework.errors import PlanError
-
             raise PlanError(problems)
 
     def _hold_schedule_on_skipped_steps(self, module: LightningModule, trainer: LightningTrainer) -> None:
@@ -272,6 +270,8 @@ class MeshStrategy(MeshCollectives):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; without a device there is nothing to move, unless the user has a hook of their own for it."""
+        if self.loaders is not None and self._module.trainer.training:
+            self.loaders.claim(batch)
         if self._nothing_to_move:
             return tree_map(lambda leaf: leaf, batch)  # a module may change what it is given, not what the loader keeps
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -295,9 +295,10 @@ class MeshStrategy(MeshCollectives):
         self._batch_index = batch_idx
         step = self._module.trainer.global_step
         self._seed(step, batch_idx % self.plan.batch.accumulation)
-        masks = self.parts[0].masks
-        if masks is not None and self.loaders is not None:
-            masks.begin(step, self.loaders.numbers(batch_idx)[: batch_size(batch)])
+        if self.loaders is not None:
+            places = self.loaders.begin(batch_idx)
+            if (masks := self.parts[0].masks) is not None:
+                masks.begin(step, places[: batch_size(batch)])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""

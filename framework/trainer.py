@@ -16,6 +16,7 @@ from pluggy import PluginManager
 from framework import objects, preemption
 from framework.adapters import lightning_private
 from framework.errors import PlanError, PreemptedError, Problem, UsageError
+from framework.ledger.writer import Ledger
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
 from framework.precision import Precision
@@ -26,12 +27,41 @@ from framework.strategy import MeshStrategy
 
 
 class MeshCallback(Callback):
-    """The moments of a run at which the strategy has to act; first in the list, so that others see its results."""
+    """The moments of a run at which the strategy has to act; first in the list, so that others see its results.
+
+    Args:
+        plan: of the run.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.ledger = Ledger(plan)  # no callback of its own: Lightning would call a dozen empty hooks of it a step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the ledger. Collective, as saving is."""
+        self.ledger.sync()
+        return {"chain": self.ledger.chain}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hold on to the chain of the run that saved."""
+        self.ledger.chain = state_dict["chain"]
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Forget the chain, which `load_state_dict` gives back if the checkpoint has one."""
+        self.ledger.chain = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to write the ledger."""
+        self.ledger.start(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Close the ledger."""
+        self.ledger.close()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log how many steps were skipped, once there is any; end with a validation, wherever in an epoch that is."""
+        self.ledger.batch_end(trainer)
         precision = trainer.precision_plugin
         if isinstance(precision, Precision) and precision.skipped_steps:
             pl_module.log("skipped_steps", float(precision.skipped_steps))
@@ -41,6 +71,7 @@ class MeshCallback(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave weights to which every trained batch was applied."""
         strategy_of(trainer).drain()
+        self.ledger.sync()
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -118,7 +149,7 @@ class Trainer(pl.Trainer):
             settings["gradient_clip_algorithm"] = "norm"  # Lightning knows two; `MeshStrategy` reads the plan's own
         if settings.get("gradient_clip_val") is None:
             settings.pop("gradient_clip_algorithm", None)
-        made_callbacks: list[Callback] = [MeshCallback()] if isinstance(strategy, MeshStrategy) else []
+        made_callbacks: list[Callback] = [MeshCallback(plan)] if isinstance(strategy, MeshStrategy) else []
         made_callbacks += watch(plan)
         for more in hook.make_callbacks(plan=plan):
             made_callbacks += more

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from framework import testing
 from framework.launch import RunResult, launch
+from framework.ledger import history
 from framework.plan import RunPlan
 
 MIXES: Mapping[str, tuple[str, ...]] = {
@@ -149,6 +150,15 @@ def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor
         float((one[name].double() - other[name].double()).norm() / max(other[name].double().norm(), 1e-12))
         for name in one
     )
+
+
+def ledger(run_dir: Path) -> tuple[list[str], str | None]:
+    """Return what is wrong with a run's ledger, and the last link of its chain."""
+    segments = history.read(run_dir)
+    story, findings = history.history(run_dir, segments)
+    segment, step = story.steps[-1]
+    assert step == STEPS
+    return [str(one) for one in (*findings, *history.check(story))], segment.records[0][step].chain
 
 
 def run(plan: RunPlan) -> RunResult:

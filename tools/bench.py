@@ -1,4 +1,4 @@
-"""Benchmarks: `python tools/bench.py [--json FILE] overhead | memory | peak | pipelines | start | zero`.
+"""Benchmarks: `python tools/bench.py [--json FILE] ledger | memory | overhead | peak | pipelines | start | zero`.
 
 Prints a table; `--json` keeps figures.
 They measure, they don't judge: nothing here is a timed test. Run them on a machine that does nothing else.
@@ -45,6 +45,8 @@ def main() -> None:
     pipelines.add_argument("--forward-ms", type=float, default=10.0, help="of a sample on a rank; backward: twice that")
     start = commands.add_parser("start", help="from the command to the first step, and from kill -9 to the next one")
     start.add_argument("--rounds", type=int, default=3)
+    ledger = commands.add_parser("ledger", help="what always writing down the trained samples costs a step")
+    ledger.add_argument("--steps", type=int, default=300, help="optimizer steps that are measured")
     zero = commands.add_parser("zero", help="DeepSpeed's stages and FSDP2: bytes a rank and tokens a second")
     zero.add_argument("--ranks", type=int, default=2)
     zero.add_argument("--steps", type=int, default=20, help="optimizer steps that are timed")
@@ -89,6 +91,11 @@ def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
             arguments.schedules, pipelines.Settings(**{name: getattr(arguments, name) for name in names})
         )
         return report, pipelines.table(report)
+    if arguments.command == "ledger":
+        from benchmarks import ledger
+
+        report = ledger.measure(arguments.steps)
+        return report, ledger.table(report)
     from benchmarks import start
 
     report = start.measure(arguments.rounds)

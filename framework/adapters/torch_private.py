@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker as _data_worker
 
 
 def set_default_timeout(limit: timedelta) -> None:
@@ -457,3 +459,19 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
 def _done(pending: Tensor) -> Tensor:
     result: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
     return result
+
+
+_worker: tuple[int, int] | None = None
+
+
+def take_worker() -> tuple[int, int] | None:
+    """Return which DataLoader worker this process is, of how many; None = none.
+
+    From then on torch denies that it is one, so that a dataset that asks yields all of itself and not a share.
+    """
+    global _worker  # noqa: PLW0603 - one process is one worker
+    info = get_worker_info()
+    if info is not None:
+        _worker = (info.id, info.num_workers)
+        _data_worker._worker_info = None
+    return _worker

@@ -109,6 +109,7 @@ def test_attributes_that_the_adapters_reach_for() -> None:
     assert callable(DeviceMesh._flatten)
     assert callable(_redistribute._gen_transform_infos.cache_clear)
     assert callable(_redistribute.clear_redistribute_planner_cache)
+    assert torch.utils.data._utils.worker._worker_info is None, "get_worker_info reads it: streams are read whole"
     leaf = torch.ones(1, requires_grad=True)
     assert [type(node).__name__ for node, _ in (leaf * 2).grad_fn.next_functions if node] == ["AccumulateGrad"]  # type: ignore[union-attr]
 

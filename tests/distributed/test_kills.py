@@ -21,21 +21,21 @@ SEED = 20
 BOUND = 1e-6
 """Relative, in fp32; a repeated or skipped batch makes 1e-2 and more."""
 
-Reference = Callable[[str], dict[str, torch.Tensor]]
+Reference = Callable[[str], tuple[dict[str, torch.Tensor], str | None]]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Final weights of a mix without kills; computed once a mix."""
+    """Final weights and last link of the ledger of a mix without kills; computed once a mix."""
     prewarm()
-    known: dict[str, dict[str, torch.Tensor]] = {}
+    known: dict[str, tuple[dict[str, torch.Tensor], str | None]] = {}
 
-    def weights(mix: str) -> dict[str, torch.Tensor]:
+    def weights(mix: str) -> tuple[dict[str, torch.Tensor], str | None]:
         if mix not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
             result = kills.run(kills.plan_of(mix, folder))
             assert result.status == "finished", result.describe()
-            known[mix] = kills.final_weights(folder)
+            known[mix] = kills.final_weights(folder), kills.ledger(folder)[1]
         return known[mix]
 
     return weights
@@ -53,11 +53,14 @@ def measure(mix: str, planned: list[dict[str, Any]], folder: Path, undisturbed: 
     done = kills.times(folder, "kills.txt")
     firsts = kills.times(folder, "first_steps.txt")
     finished = result.status == "finished" and result.restarts == len(done) > 0
-    distance = kills.difference(kills.final_weights(folder), undisturbed(mix)) if finished else float("inf")
+    weights, link = undisturbed(mix)
+    distance = kills.difference(kills.final_weights(folder), weights) if finished else float("inf")
+    wrong, own_link = kills.ledger(folder) if finished else ([], None)
     return {
         "mix": mix,
         "kills": planned,
-        "survived": finished and distance <= BOUND,
+        "survived": finished and distance <= BOUND and not wrong and own_link == link,
+        "ledger": wrong,
         "restarts": result.restarts,
         "difference": distance,
         "kill_to_first_step_s": [min((at - kill for at in firsts if at > kill), default=None) for kill in done],

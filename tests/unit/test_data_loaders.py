@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fleet import FakeTrainer
 from lightning.pytorch.trainer.states import RunningStage
 from plans import make_plan, option
 from reading import Ids, Stream
@@ -21,6 +22,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -29,25 +31,6 @@ from framework.errors import UsageError
 from framework.loaders import Loader, StreamLoader
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
-
-
-class FakeTrainer:
-    """What the loaders ask of Lightning's Trainer."""
-
-    def __init__(self, stage: RunningStage = RunningStage.TRAINING, buffers: int = 0) -> None:
-        self.state = SimpleNamespace(stage=stage, fn="fit")
-        self.global_step = 0
-        module = torch.nn.Module()
-        module.automatic_optimization = True  # type: ignore[assignment]
-        for index in range(buffers):
-            module.register_buffer(f"b{index}", torch.zeros(1))
-        self.lightning_module = module
-        progress = SimpleNamespace(ready=0, started=0, processed=0, completed=0)
-        batch = SimpleNamespace(current=progress, total=SimpleNamespace(**vars(progress)), is_last_batch=False)
-        self.fit_loop = SimpleNamespace(
-            epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=0)),
-            epoch_loop=SimpleNamespace(batch_progress=batch),
-        )
 
 
 def process(loader: object, plan: RunPlan, rank: int = 0, trainer: FakeTrainer | None = None) -> Any:
@@ -281,6 +264,35 @@ def test_a_stream_that_shuffles_itself_is_shuffled_alike_on_all_ranks(buffered: 
         read += ids(process(DataLoader(Shuffled(buffered), num_workers=workers), two(), rank, trainer))
     samples = [sample for batch in read for sample in batch]
     assert sorted(samples) == list(range(24))
+
+
+class Divided(Stream):
+    """A stream that divides itself among the workers of a loader, as torch's documentation has it."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        info = get_worker_info()
+        for index in range(self.size) if info is None else range(info.id, self.size, info.num_workers):
+            yield {"id": torch.tensor(index)}
+
+
+@pytest.mark.parametrize("dataset", [Stream(23), Divided(23), Shuffled(True), Shuffled(False)])
+@pytest.mark.parametrize("stage", [RunningStage.TRAINING, RunningStage.VALIDATING])
+def test_workers_do_not_change_what_a_stream_gives(dataset: Any, stage: RunningStage) -> None:
+    def read(workers: int, epochs: int = 2) -> list[list[list[int]]]:
+        trainer: Any = FakeTrainer(stage)
+        trainer.strategy = SimpleNamespace(reduce_boolean_decision=lambda decision, all: decision)
+        user: Any = DataLoader(dataset, num_workers=workers, persistent_workers=workers == 2)
+        loader = process(user, two(), 1, trainer)
+        found = []
+        for epoch in range(epochs):
+            trainer.fit_loop.epoch_progress.current.processed = epoch
+            iter(loader)  # Lightning makes some iterators twice
+            found.append(ids(loader))
+        return found
+
+    alone = read(0)
+    assert alone == read(1) == read(2)
+    assert (alone[0] != alone[1]) == (isinstance(dataset, Shuffled) and stage == RunningStage.TRAINING)
 
 
 def test_a_stream_goes_on_under_another_mix() -> None:

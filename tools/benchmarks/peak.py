@@ -86,7 +86,7 @@ def measure(names: Iterable[str] | None = None) -> dict[str, Any]:
     report = {}
     for name in names or MIXES:
         with WorkerPool() as pool, tempfile.TemporaryDirectory() as folder:  # new processes: nothing is warm
-            shape = MODEL if "model=moe" not in MIXES[name] else MODEL.replace("layers=16", "layers=4")
+            shape = MODEL if "model=moe" not in MIXES[name] else MODEL.replace("layers=32", "layers=4")
             plan = compose(f"{MIXES[name]} {shape} {COMMON} run_dir={os.path.join(folder, 'run')}".split())
             ranks = pool.run(rise, plan.world_size, plan.to_dict(), process_group=False, timeout=600.0)
         ratio = max(peak / shard for peak, shard in ranks)

@@ -65,6 +65,8 @@ class ConsistentBatches(BatchPlan):
         self.balanced = balanced
         self._per_step = step // (batch_size * data_ranks)
         self._known: tuple[int, Sequence[int]] | None = None
+        self._asked: tuple[int, tuple[int, int]] | None = None
+        self._answer = (0, 0, 0)
 
     def first(self) -> int:
         """See `BatchPlan`. A position inside a step of this mix (another mix saved there) counts as the step's end."""
@@ -88,11 +90,14 @@ class ConsistentBatches(BatchPlan):
 
     def _bounds(self, batch: int) -> tuple[int, int, int]:
         """Return where in the epoch's order the step of a batch starts, and where the batch starts and stops."""
+        if self._asked == (batch, self.position):  # each batch is asked about several times in a row
+            return self._answer
         step, at = divmod(batch - self.first(), self._per_step)
         start = self.position[1] + step * self.step
         samples = min(self.step, self.usable - start)
         low, high = split(samples, self.batch_size, self.data_ranks)[at * self.data_ranks + self.data_rank]
-        return start, start + low, start + high
+        self._asked, self._answer = (batch, self.position), (start, start + low, start + high)
+        return self._answer
 
     def indices(self, batch: int) -> list[int]:
         """See `BatchPlan`. A filler is the first sample of its step."""

@@ -85,7 +85,7 @@ class Consistent:
             how = "shuffled"
 
             def order(epoch: int) -> Sequence[int]:
-                return counter.permutation(counter.derive("order", seed, epoch), size).tolist()
+                return counter.epoch_order(seed, epoch, size)
         else:
             how = "in order"
 

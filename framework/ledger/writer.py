@@ -1,0 +1,147 @@
+"""`Ledger`: writes each optimizer step's samples into `run_dir/ledger`.
+
+A file for each data rank and attempt, `<run_id>-<attempt>-<data rank>.jsonl`, one JSON object a line: first where this
+attempt starts, then each step: its samples' numbers (int64, little endian, base64) and their places in the step over
+all ranks, as [first, count, stride] of each micro-step.
+
+A step only notes what it was trained on. Every `STEPS` steps, and before each checkpoint, ranks add up their hashes of
+all of them in one all-reduce and write: what a kill can take are steps that are made again, as no checkpoint has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning.pytorch import Trainer
+
+from framework.adapters import lightning_private
+from framework.ledger.chain import START, digests, link
+from framework.ledger.history import FOLDER, FORMAT
+from framework.loaders import Loader, StreamLoader
+from framework.metrics import add_up
+from framework.plan import RunPlan
+
+STEPS = 256
+
+
+class Step(NamedTuple):
+    """An optimizer step, its epoch, the samples of that epoch before it, and what this rank trained in it."""
+
+    step: int
+    epoch: int
+    at: int
+    trained: Sequence[tuple[bytes, range]]
+
+
+class Ledger:
+    """The part of `framework.trainer.MeshCallback` that knows about samples; one a rank.
+
+    Args:
+        plan: of the run.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan = plan
+        self.chain: str | None = START
+        """The last link, the same on all ranks and under any mix; None = a checkpoint that had none was loaded."""
+        self._step = 0
+        self._file: int | None = None
+        self._pending: list[Step] = []
+        self._counts = False
+        self._strategy: Any = None
+        self._loader: Loader | StreamLoader | None = None
+
+    def start(self, trainer: Trainer) -> None:
+        """Begin an attempt; open its file if this rank speaks for a data rank."""
+        self._strategy = trainer.strategy
+        self._step = lightning_private.completed_steps(trainer)
+        loaders = self._strategy.loaders
+        training = None if loaders is None else loaders.training
+        self._loader = training if training is not None and training.numbered else None
+        at = self.plan.mesh.coordinate(trainer.global_rank)
+        self._counts = not (at["pp"] or at["cp"] or at["tp"])  # others read the same samples
+        if self._loader is None or not self._counts:
+            return
+        folder = Path(self.plan.run_dir) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        path = folder / f"{self.plan.run_id}-{attempt}-{loaders.data_rank:05d}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        head = {
+            "format": FORMAT,
+            "run_id": self.plan.run_id,
+            "attempt": attempt,
+            "time": time.time(),
+            "rank": trainer.global_rank,
+            "data_rank": loaders.data_rank,
+            "data_ranks": self.plan.batch.data_ranks,
+            "mesh": str(self.plan.mesh),
+            "step": self._step,
+            "chain": self.chain,
+            "from": str(trainer.ckpt_path) if trainer.ckpt_path else None,
+            **self._loader.order(),
+        }
+        self._write([json.dumps(head, separators=(",", ":"))])
+
+    def batch_end(self, trainer: Trainer) -> None:
+        """At the end of an optimizer step note it."""
+        if self._loader is None:
+            return
+        step = lightning_private.completed_steps(trainer)
+        if step == self._step:
+            return
+        self._step = step
+        self._pending.append(Step(step, *self._loader.began(step), self._strategy.loaders.take()))
+        if len(self._pending) >= STEPS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Agree on the hashes of the steps since the last time, and write them. Collective."""
+        if self._pending:
+            shares = self.shares()
+            alone = self.plan.batch.data_ranks == 1
+            self.close_steps(shares if alone else add_up(shares, self._strategy.root_device))
+
+    def shares(self) -> list[float]:
+        """Return what this rank adds to the sums of hashes of the pending steps, two numbers for each."""
+        if not self._counts and self.plan.batch.data_ranks > 1:
+            return [0.0] * (2 * len(self._pending))
+        return digests([step.trained for step in self._pending])
+
+    def close_steps(self, sums: Sequence[float]) -> None:
+        """Link the pending steps to the chain and write them down; `sums` are those of all ranks' `shares`."""
+        lines = []
+        for number, (step, epoch, at, trained) in enumerate(self._pending):
+            if self.chain is not None:
+                self.chain = link(self.chain, step, epoch, at, sums[2 * number : 2 * number + 2])
+            numbers = b64encode(b"".join(numbers for numbers, _ in trained)).decode()
+            places = ",".join(f"[{one.start},{len(one)},{one.step}]" for _, one in trained)
+            chain = "null" if self.chain is None else f'"{self.chain}"'
+            # by hand: `json.dumps` takes four times as long
+            lines.append(
+                f'{{"step":{step},"epoch":{epoch},"at":{at},"places":[{places}],"samples":"{numbers}","chain":{chain}}}'
+            )
+        self._pending.clear()
+        self._write(lines)
+
+    def sync(self) -> None:
+        """Settle, down to the disk: a checkpoint holds these steps. Collective."""
+        self.settle()
+        if self._file is not None:
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self, lines: Sequence[str]) -> None:
+        if self._file is not None and lines:
+            os.write(self._file, ("\n".join(lines) + "\n").encode())

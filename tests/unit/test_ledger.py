@@ -1,0 +1,280 @@
+"""`framework.ledger`: numbers travel with samples; what records prove over restarts, resizes and planted faults."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Fleet, State
+from reading import Ids, Stream
+from torch.utils.data import ConcatDataset, DataLoader, Subset, WeightedRandomSampler
+
+from framework import cli
+from framework.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE
+from framework.ledger.chain import START, digests, link
+from framework.ledger.history import check, first_difference, history, read
+
+SOURCES: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffled": lambda: DataLoader(Ids(50), shuffle=True),
+    "in order": lambda: DataLoader(Ids(43)),
+    "two workers": lambda: DataLoader(Ids(24), shuffle=True, num_workers=2),
+    "stream": lambda: DataLoader(Stream(48)),
+    "shards": lambda: DataLoader(ConcatDataset([Ids(20), Ids(5), Ids(19)]), shuffle=True),
+    "read together": lambda: DataLoader(Subset(Ids(60), range(7, 49)), shuffle=True),
+    "weighted": lambda: DataLoader(Ids(40), sampler=WeightedRandomSampler([1.0 + i % 3 for i in range(40)], 40)),
+}
+FAST = [name for name in SOURCES if name != "two workers"]
+SCHEDULES = 200
+
+
+def train(folder: Path, source: str, steps: int, **how: Any) -> Fleet:
+    """Make `steps` optimizer steps without a disturbance."""
+    fleet = Fleet(folder, SOURCES[source], **{"ranks": 2, **how})
+    while steps:
+        steps -= fleet.step()
+    fleet.settle(), fleet.kill()
+    return fleet
+
+
+def findings(*runs: Path) -> list[str]:
+    """Return what is wrong with the last run's history, which may have begun in the others."""
+    segments = [segment for run in runs for segment in read(run)]
+    story, found = history(runs[-1], segments)
+    return [f"step {one.step}: {one.text}" for one in (*found, *check(story))]
+
+
+def schedule(folder: Path, source: str, chance: random.Random, steps: int) -> None:
+    """Make `steps` steps with kills, resizes and restarts from checkpoints of a while ago."""
+    state: State | None = None
+    launch, step = 0, 0
+    while step < steps:
+        ranks = chance.choice([1, 2, 4])
+        fleet = Fleet(folder, SOURCES[source], ranks, chance.choice([1, 2]), state=state, run_id=f"launch{launch}")
+        step, launch = 0 if state is None else state.step, launch + 1
+        until = step + chance.randint(0, 9)
+        while step < steps and step < until:
+            step += fleet.step()
+            if chance.random() < 0.3:
+                state = fleet.save()
+        if chance.random() < 0.5:
+            fleet.settle()
+        if step >= steps:
+            fleet.settle()
+        fleet.kill()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_source_leaves_a_whole_history(tmp_path: Path, source: str) -> None:
+    train(tmp_path, source, 14)
+    assert findings(tmp_path) == []
+    story, _ = history(tmp_path, read(tmp_path))
+    assert [step for _, step in story.steps] == [*range(1, 15)]
+
+
+@pytest.mark.parametrize("source", FAST)
+def test_the_chain_is_the_same_under_any_cut(tmp_path: Path, source: str) -> None:
+    links = set()
+    for number, (ranks, accumulation) in enumerate([(1, 1), (2, 1), (4, 1), (1, 4), (2, 2)]):
+        fleet = train(tmp_path / str(number), source, 13, ranks=ranks, accumulation=accumulation)
+        links |= {rank.ledger.chain for rank in fleet.ranks}
+    assert len(links) == 1
+
+
+def test_random_schedules_of_kills_and_resizes(tmp_path: Path) -> None:
+    for seed in range(SCHEDULES):
+        one_schedule(tmp_path / str(seed), seed)
+
+
+@pytest.mark.campaign
+def test_a_thousand_schedules(tmp_path: Path) -> None:
+    for seed in range(SCHEDULES, 1000):
+        one_schedule(tmp_path / str(seed), seed)
+
+
+def one_schedule(folder: Path, seed: int) -> None:
+    """Hold a disturbed run against an undisturbed one."""
+    chance = random.Random(seed)
+    source = chance.choice(FAST)
+    steps = chance.randint(5, 24)
+    schedule(folder / "disturbed", source, chance, steps)
+    assert findings(folder / "disturbed") == [], (seed, source)
+    train(folder / "whole", source, steps)
+    stories = [history(folder / name, read(folder / name))[0] for name in ("disturbed", "whole")]
+    assert len(stories[0].steps) == len(stories[1].steps) == steps
+    assert first_difference(*stories) is None, (seed, source)
+
+
+# -- planted faults ----------------------------------------------------------------------------------------------
+
+
+def meddled(folder: Path, source: str, meddle: Callable[[Fleet, int, list[Any]], list[Any]]) -> list[str]:
+    """Make ten steps, `meddle(fleet, step, rows)` standing between loader and training; return the findings."""
+    fleet = Fleet(folder, SOURCES[source], 2)
+    for step in range(1, 11):
+        fleet.step(lambda rows, step=step: meddle(fleet, step, rows))  # type: ignore[misc]
+    fleet.settle(), fleet.kill()
+    return findings(folder)
+
+
+def test_a_dropped_batch_is_found(tmp_path: Path) -> None:
+    def drop(fleet: Fleet, step: int, rows: list[Any]) -> list[Any]:
+        return [rank.fetch() for rank in fleet.ranks] if step == 3 else rows
+
+    (first, *_) = meddled(tmp_path, "in order", drop)
+    assert first == "step 3: data rank 0 trained sample 24 where it was the turn of sample 16 (place 16 of epoch 0)"
+
+
+def test_a_repeated_batch_is_found(tmp_path: Path) -> None:
+    kept: list[Any] = []
+
+    def repeat(fleet: Fleet, step: int, rows: list[Any]) -> list[Any]:
+        kept[:] = kept if step == 4 else rows
+        return kept
+
+    found = meddled(tmp_path, "in order", repeat)
+    assert found[0].startswith("step 4: data rank 0 trained sample 16 where it was the turn of sample 24")
+    assert found[1] == "step 4: sample 16 was trained before in epoch 0"
+
+
+def test_two_swapped_ranks_are_found(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, SOURCES["shuffled"], 2)
+    fleet.step()
+    one, other = fleet.ranks
+    one.rows, other.rows, one.ahead, other.ahead = other.rows, one.rows, other.ahead, one.ahead
+    one.loaders.training.tray, other.loaders.training.tray = other.loaders.training.tray, one.loaders.training.tray
+    fleet.step()
+    fleet.settle(), fleet.kill()
+    (found,) = findings(tmp_path)
+    assert found.startswith("step 2: data rank 0 trained sample ")
+
+
+def test_a_restart_from_the_wrong_position_is_found(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, SOURCES["shuffled"], 2)
+    fleet.step(), fleet.step()
+    state = fleet.save()
+    fleet.settle(), fleet.kill()
+    state.loader["consumed"] -= 8
+    again = Fleet(tmp_path, SOURCES["shuffled"], 2, state=state, run_id="again")
+    again.step()
+    again.settle(), again.kill()
+    found = findings(tmp_path)
+    assert "step 3: it begins at sample 8 of epoch 0, but the step before ended at sample 16 of epoch 0" in found
+    assert any("was trained before in epoch 0" in line for line in found)
+
+
+def edited(folder: Path, edit: Callable[[list[dict[str, Any]]], None]) -> list[str]:
+    """Make five steps, change what rank 1 wrote, return the findings."""
+    train(folder, "shuffled", 5)
+    (path,) = (folder / "ledger").glob("*-00001.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    edit(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return findings(folder)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda rows: rows[2].update(samples=rows[3]["samples"]), "step 2: the chain is broken"),
+        (lambda rows: rows[2].update(chain="ab"), "step 2: the chain is broken"),
+        (lambda rows: rows.pop(2), "step 2: data rank 1 wrote nothing about this step"),
+        (lambda rows: rows[3].update(at=0), ""),  # the first rank's counts
+        (lambda rows: rows[3].update(places=[[0, 4, 1]]), "step 3: place 0 was filled twice"),
+        (lambda rows: rows[3].update(places=[[5, 4, 1]]), "step 3: place 4 of the step is empty"),
+    ],
+)
+def test_what_was_edited_is_found(tmp_path: Path, edit: Any, said: str) -> None:
+    found = edited(tmp_path, edit)
+    assert any(line.startswith(said) for line in found) if said else not found
+
+
+def test_a_line_that_was_not_finished_is_a_step_that_was_not_made(tmp_path: Path) -> None:
+    train(tmp_path, "shuffled", 5)
+    (path,) = (tmp_path / "ledger").glob("*-00001.jsonl")
+    path.write_bytes(path.read_bytes()[:-9])
+    assert findings(tmp_path) == []
+    assert len(history(tmp_path, read(tmp_path))[0].steps) == 4
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_went_on_from_another_is_one_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, other = tmp_path / "one", tmp_path / "two", tmp_path / "other"
+    fleet = train(one, "shuffled", 5)
+    state = fleet.save()
+    more = Fleet(two, SOURCES["shuffled"], 4, state=state, run_id="more")
+    more.step(), more.step()
+    more.settle(), more.kill()
+    train(other, "shuffled", 9)
+    assert cli.main(["ledger", str(two)]) == EXIT_RUN_FAILED
+    assert "name the run that it belongs to as well" in capsys.readouterr().out
+    assert cli.main(["ledger", str(one), str(two), str(other)]) == EXIT_OK
+    said = capsys.readouterr().out
+    assert "7 steps, 50 samples of 1 epochs; 2 attempts, data ranks 2 -> 4; chain" in said
+    assert "The same samples in the same order as the first run, as far as both go." in said
+    assert cli.main(["ledger", str(one), str(two), "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["histories"][0]["steps"] == 7
+
+
+def test_runs_of_different_order_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "one", "shuffled", 3)
+    train(tmp_path / "two", "in order", 3)
+    assert cli.main(["ledger", str(tmp_path / "one"), str(tmp_path / "two")]) == EXIT_RUN_FAILED
+    assert "First difference, at step 1: place 0 of the step is sample" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["nowhere"], "there is no such folder"), (["."], "has no ledger: there is no file in")]
+)
+def test_what_has_no_ledger_is_one_sentence(words: list[str], said: str, tmp_path: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["ledger", *words]) == EXIT_USAGE
+    assert said in capsys.readouterr().err
+
+
+# -- the hash ----------------------------------------------------------------------------------------------------
+
+
+def summed(numbers: range, places: range) -> tuple[float, ...]:
+    return tuple(digests([[(array("q", numbers).tobytes(), places)]]))
+
+
+def test_the_sum_is_exact_and_of_every_part() -> None:
+    whole = summed(range(1 << 12), range(1 << 12))
+    halves = zip(summed(range(100), range(100)), summed(range(100, 1 << 12), range(100, 1 << 12)), strict=True)
+    assert tuple(one + other for one, other in halves) == whole
+    assert max(whole) < 2**44, "512 times as many still are exact"
+    assert whole != summed(range(1 << 12), range(1, 1 + (1 << 12)))
+    assert whole != summed(range(1, 1 + (1 << 12)), range(1 << 12))
+    assert len({link(START, 1, 0, 0, whole), link(START, 2, 0, 0, whole), link(START, 1, 0, 8, whole)}) == 3
+
+
+def test_steps_are_summed_one_by_one() -> None:
+    numbers = [array("q", range(start, start + 4)).tobytes() for start in (0, 4, 8)]
+    one, two, three = [(numbers[0], range(4))], [(numbers[1], range(4)), (numbers[2], range(4, 8))], []
+    assert digests([one, two, three]) == [*digests([one]), *digests([two]), 0.0, 0.0]
+    assert digests([]) == []
+
+
+def test_the_hash_is_the_documented_one() -> None:
+    """In plain integers, as docs/data.md has it; records of old runs must go on to be read."""
+
+    def mix(z: int) -> int:
+        for by, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            z = (z ^ z >> by) * factor % 2**64
+        return z
+
+    samples = [(3, 0), (1 << 40, 1), (7, 9)]
+    hashes = [
+        mix(number * 0x9E3779B97F4A7C15 % 2**64 ^ mix((place * 0xD1342543DE82EF95 + 0x6C65646765722D30) % 2**64))
+        for number, place in samples
+    ]
+    wanted = [sum(one % 2**32 for one in hashes), sum(one >> 32 for one in hashes)]
+    numbers = array("q", [number for number, _ in samples]).tobytes()
+    assert digests([[(numbers[:16], range(0, 2)), (numbers[16:], range(9, 10))]]) == wanted
