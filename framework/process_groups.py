@@ -8,7 +8,11 @@ groups of a mesh, of a checkpoint or of a user's own module all have the plan's 
 from __future__ import annotations
 
 import logging
+import random
+import socket
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -51,6 +55,20 @@ def connect(plan: RunPlan, rank: int, attempt: int, port: int) -> None:
     dist.init_process_group(
         backend_for(plan.accelerator), store=prefix, rank=rank, world_size=plan.world_size, timeout=limit
     )
+
+
+def lasting_port() -> int:
+    """Return a free port of this host that the system gives to no connection of its own accord.
+
+    A port from the system (`bind` to 0) is freed before the store listens on it, and may be another connection's then.
+    """
+    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(file.read_text().split()[0]) if file.exists() else 32768
+    while True:
+        port = random.SystemRandom().randrange(1024, max(first, 1025))
+        with socket.socket() as tried, suppress(OSError):  # in use: another one
+            tried.bind(("", port))
+            return port
 
 
 def use_timeout(limit: timedelta) -> None:

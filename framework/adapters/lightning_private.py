@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from framework.leaving import leave
+from framework.process_groups import lasting_port
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -47,7 +49,21 @@ def init_process_group(environment: ClusterEnvironment, backend: str, timeout_s:
 
 
 class SpawnLauncher(_MultiProcessingLauncher):
-    """Lightning's spawn launcher, which takes the module's local state dict for the whole: gather it instead."""
+    """Lightning's spawn launcher, which takes the module's local state dict for the whole: gather it instead.
+
+    It also lets the system choose a port, which whoever connects somewhere may get in the seconds until rank 0 has
+    imported everything and listens; here it is one that the system gives to nobody. The variable is put back.
+    """
+
+    def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Start the ranks; see Lightning's."""
+        given = os.environ.get("MASTER_PORT")
+        os.environ["MASTER_PORT"] = given or str(lasting_port())
+        try:
+            return super().launch(function, *args, **kwargs)
+        finally:
+            if given is None:
+                os.environ.pop("MASTER_PORT", None)
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         super()._wrapping_function(*args, **kwargs)
