@@ -19,17 +19,24 @@ def ranks() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def gather(value: Any) -> list[Any]:
-    """Return `value` of every rank, by rank. Collective; `value` must pickle."""
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return `value` of every rank, by rank. Collective; `value` must pickle.
+
+    Args:
+        value: of this rank.
+        group: of all ranks, for a thread that must not meet the main thread's collectives; None = the world.
+    """
     size = ranks()[1]
     if size == 1:
         return [value]
     values: list[Any] = [None] * size
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def together(what: str, action: Callable[[], T], error: type[FrameworkError]) -> T:
+def together(
+    what: str, action: Callable[[], T], error: type[FrameworkError], group: dist.ProcessGroup | None = None
+) -> T:
     """Run `action` on every rank; if it fails on any, raise `error` on all, with the failing ranks and their words.
 
     Collective, so also a barrier: when it returns, `action` is done on all ranks. `action` must not wait for other
@@ -39,6 +46,7 @@ def together(what: str, action: Callable[[], T], error: type[FrameworkError]) ->
         what: the beginning of the message, "Saving step-000004".
         action: what to do.
         error: class to raise.
+        group: as in `gather`.
     """
     result: list[T] = []
     failure: Exception | None = None
@@ -48,7 +56,7 @@ def together(what: str, action: Callable[[], T], error: type[FrameworkError]) ->
     except Exception as caught:
         failure = caught
         text = str(caught) if isinstance(caught, FrameworkError) else f"{type(caught).__name__}: {caught}"
-    texts = gather(text)
+    texts = gather(text, group)
     if all(one is None for one in texts):
         return result[0]
     by_text: dict[str, list[int]] = {}

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from framework.adapters import lightning_private
 from framework.agreement import gather, ranks, together
-from framework.checkpoint_files import CheckpointError
+from framework.checkpoint_files import CheckpointError, DamagedError, mark_damaged
 from framework.encoding import decode, encode, tensor_entries
 from framework.plan import Checkpoint, MeshSpec
 from framework.state import (
@@ -63,7 +63,9 @@ class CheckpointStore(Protocol):
     """
 
     def save(self, path: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write a checkpoint; when this returns it is durable.
+        """Write a checkpoint. What `tensors` hold may change as soon as this returns; it is durable after `wait`.
+
+        Raises what went wrong with the save before, if that wasn't told yet.
 
         Args:
             path: directory to make. A complete checkpoint there is replaced, but not before the new one is complete.
@@ -81,6 +83,9 @@ class CheckpointStore(Protocol):
                 dtypes.
             scope: prefixes; each saved tensor whose name begins so must be wanted by some rank.
         """
+
+    def wait(self) -> None:
+        """Return when no save is in flight; raise CheckpointError on all ranks if the last one failed. Collective."""
 
     def entries(self, path: str) -> Entries:
         """Names, dtypes and global shapes of all saved tensors. Not collective."""
@@ -113,6 +118,7 @@ class StateKeeper:
         self.strategy = strategy
         self.module = module
         self._store: CheckpointStore | None = None
+        self._untold: tuple[str, int] | None = None
 
     @property
     def store(self) -> CheckpointStore:
@@ -134,30 +140,75 @@ class StateKeeper:
 
     def save(self, checkpoint: dict[str, Any], path: str | PathLike[str]) -> None:
         """Write a checkpoint and tell the plugins. Collective."""
+        self.wait()
         save_checkpoint(self.store, checkpoint, str(path), self.strategy.plan.mesh)
-        if ranks()[0] == 0:
-            self.strategy.manager.hook.on_checkpoint_saved(path=str(path), step=int(checkpoint["global_step"]))
+        self._untold = (str(path), int(checkpoint["global_step"]))
 
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
-        """Fill the module, and in `fit` the optimizers. Collective. Returns Lightning's dict."""
+        """Fill the module, and in `fit` the optimizers. Collective. Returns Lightning's dict.
+
+        A damaged checkpoint that nobody asked for by its name is marked, and the newest before it taken.
+
+        Raises:
+            CheckpointError: it can't be loaded; or it is damaged, and so is every one before it.
+        """
+        self.wait()
         fitting = self.module.trainer.state.fn == "fit"
         if fitting:
             lightning_private.resume_cleanly(self.module.trainer)
+        while True:
+            try:
+                return self.read(str(path), fitting)
+            except DamagedError as damage:
+                if not self.strategy.plan.fall_back:
+                    raise
+                path = self._before(Path(path), damage)
+                lightning_private.resume_from(self.module.trainer, path)
+
+    def read(self, path: str, fitting: bool) -> dict[str, Any]:
+        """Fill the module, and if `fitting` the optimizers, from one checkpoint. Collective."""
         return load_checkpoint(
             self.store,
-            str(path),
+            path,
             self.module,
             self.strategy.optimizers if fitting else None,
             mesh=self.strategy.plan.mesh,
             strict=self.module.strict_loading,
         )
 
+    def _before(self, path: Path, damage: DamagedError) -> str:
+        """Mark a damaged checkpoint and return the newest one that is left. Collective."""
+
+        def choose() -> str:
+            if ranks()[0] != 0:
+                return ""
+            mark_damaged(path, str(damage))
+            left = self.store.newest_complete(self.strategy.plan.run_dir)
+            if left is None:
+                raise CheckpointError(f"{damage}; there is no other checkpoint in {self.strategy.plan.run_dir}.")
+            return left.path
+
+        chosen = gather(together(f"Loading {path}", choose, CheckpointError))[0]
+        _say(f"{damage}. Marked as damaged; this run goes on from {chosen} instead.")
+        return str(chosen)
+
     def put_back(self, checkpoint: Mapping[str, Any]) -> None:
         """Take over tensors that the user's `on_load_checkpoint` put into the loaded `state_dict`."""
         load_module_state(self.module, checkpoint["state_dict"])
 
+    def wait(self) -> None:
+        """Return when everything saved is durable; tell the plugins what is complete now. Collective."""
+        if self._store is None:
+            return
+        self._store.wait()
+        if self._untold is not None and ranks()[0] == 0:
+            path, step = self._untold
+            self.strategy.manager.hook.on_checkpoint_saved(path=path, step=step)
+        self._untold = None
+
     def remove(self, path: str | PathLike[str]) -> None:
-        """Delete a checkpoint on rank 0; the others wait."""
+        """Delete a checkpoint on rank 0; the others wait. What is to take its place is durable before."""
+        self.wait()
         together(f"Removing {path}", lambda: self.store.remove(str(path)) if ranks()[0] == 0 else None, CheckpointError)
 
 

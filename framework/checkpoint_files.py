@@ -5,15 +5,20 @@ A run's checkpoints are directories `run_dir/checkpoints/step-000012`, each with
     rank-00000.safetensors ...   tensors, a file a rank that had something to write
     index.json                   where each piece of each tensor lies
     state.json                   everything that is not a tensor
-    meta.json                    the commit mark: step, order of saving, and the size of every other file
+    meta.json                    the commit mark: step, order of saving, size of every other file, hashes
 
 All is written into `.step-000012.tmp`; once every rank has flushed its file to disk, rank 0 writes `meta.json` and
 renames the directory. So a directory with its proper name is complete unless it was damaged later; names that begin
 with a dot are never read.
+
+Every byte is under a hash that was taken in memory before it was written (SHA-256): each piece's and each file's header
+in `index.json`, those of `index.json` and `state.json` in `meta.json`, and that file's own in itself. What is read is
+checked; a checkpoint that was found damaged gets a file `damaged.json`, and isn't taken again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -27,7 +32,7 @@ from typing import Any
 from framework.errors import FrameworkError
 from framework.plan import Checkpoint
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the layout changes in a way that older code can't read."""
 FOLDER = "checkpoints"
 LAST = "last"
@@ -35,6 +40,8 @@ LAST = "last"
 META = "meta.json"
 INDEX = "index.json"
 STATE = "state.json"
+DAMAGE = "damaged.json"
+"""What was found wrong with the checkpoint when it was read; whoever repairs it deletes this file."""
 SCORE = "score.json"
 """The monitored metric's value, added when it is known; not part of what makes a checkpoint complete."""
 
@@ -46,6 +53,10 @@ log = logging.getLogger(__name__)
 
 class CheckpointError(FrameworkError):
     """A checkpoint can't be written or read; the message names path, rank and cause."""
+
+
+class DamagedError(CheckpointError):
+    """Bytes of a checkpoint aren't those that were written; the message names file (by rank) and tensor."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +91,46 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write one JSON file so that a reader finds the old content or the whole new one, also after a crash."""
+def write_json(path: Path, value: Any) -> str:
+    """Write one JSON file so that a reader finds the old content or the whole new one, also after a crash.
+
+    Returns:
+        SHA-256 of what was to be written.
+    """
+    content = json.dumps(value, allow_nan=False).encode()
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, allow_nan=False)
+    with temporary.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_folder(path.parent)
+    return hashlib.sha256(content).hexdigest()
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `value` with its own hash, which `unsealed` checks."""
+    return {**value, SEAL: hashlib.sha256(json.dumps(value, allow_nan=False).encode()).hexdigest()}
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds a sealed value; one without a seal is of format 1.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no JSON object, or not the one that was written.
+    """
+    content = path.read_bytes()
+    value = json.loads(content)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}")
+    seal = value.pop(SEAL, None)
+    if (seal is not None or value.get("format") != 1) and json.dumps(sealed(value)).encode() != content:
+        raise ValueError("its bytes aren't those that were written")
+    return value
+
+
+SEAL = "sha256"
 
 
 def sync_folder(path: Path) -> None:
@@ -100,8 +142,16 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def commit(temporary: Path, final: Path, step: int, world_size: int) -> None:
-    """Turn the finished directory `temporary` into the checkpoint `final`, replacing an older one of that name."""
+def commit(temporary: Path, final: Path, step: int, world_size: int, hashes: Mapping[str, str] | None = None) -> None:
+    """Turn the finished directory `temporary` into the checkpoint `final`, replacing an older one of that name.
+
+    Args:
+        temporary: the directory.
+        final: what it is renamed to.
+        step: optimizer steps done.
+        world_size: ranks that saved.
+        hashes: file name -> SHA-256 of what was to be written, of files that are read by everybody.
+    """
     siblings = marks(final.parent)[0]
     files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
     mark = {
@@ -110,8 +160,9 @@ def commit(temporary: Path, final: Path, step: int, world_size: int) -> None:
         "saves": 1 + max((mark.saves for mark in siblings), default=0),
         "world_size": world_size,
         "files": files,
+        "hashes": dict(hashes or {}),
     }
-    write_json(temporary / META, mark)
+    write_json(temporary / META, sealed(mark))
     if final.is_dir() and not final.is_symlink():
         remove(final)
     temporary.rename(final)
@@ -155,18 +206,23 @@ def read_mark(path: str | os.PathLike[str]) -> Mark:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint: there is no such directory")
+    _check_unmarked(path)
     try:
-        mark = read_json(path / META)
+        if (newer := read_json(path / META)["format"]) > FORMAT:
+            raise CheckpointError(
+                f"{path} has format {newer}, but this version reads up to {FORMAT}: use a newer version"
+            )
+        mark = unsealed(path / META)
         step, saves, files = int(mark["step"]), int(mark["saves"]), dict(mark["files"])
+        hashes = dict(mark.get("hashes", {}))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a complete checkpoint: its commit mark {META} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: {META} can't be read ({error})") from error
-    if mark["format"] > FORMAT:
-        raise CheckpointError(
-            f"{path} has format {mark['format']}, but this version reads up to {FORMAT}: use a newer version"
-        )
     _check_sizes(path, files)
+    for name, expected in hashes.items():
+        if hashlib.sha256((path / name).read_bytes()).hexdigest() != expected:
+            raise DamagedError(f"{path} is damaged: the bytes of {name} aren't those that were written")
     return Mark(path, step, saves, _score(path))
 
 
@@ -184,12 +240,32 @@ def _check_sizes(path: Path, files: Mapping[str, int]) -> None:
 
 def _score(path: Path) -> float | None:
     try:
-        return float(read_json(path / SCORE)["value"])
+        return float(unsealed(path / SCORE)["value"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s can't be read (%s): the checkpoint counts as not scored", path / SCORE, error)
         return None
+
+
+def mark_damaged(path: Path, why: str) -> None:
+    """Note that a checkpoint was found damaged, so that it isn't taken again; nothing of it is deleted."""
+    try:
+        write_json(path / DAMAGE, {"why": why})
+    except OSError as error:
+        log.warning("%s can't be marked as damaged, so it may be tried again: %s", path, error)
+
+
+def _check_unmarked(path: Path) -> None:
+    try:
+        why = (path / DAMAGE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return
+    try:
+        why = str(json.loads(why)["why"])
+    except (ValueError, KeyError, TypeError):
+        why = f"{DAMAGE} says so, but can't be read"
+    raise DamagedError(f"{path} was found damaged before: {why} (delete {DAMAGE} once it is repaired)")
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:

@@ -45,6 +45,10 @@ def _command(words: list[str]) -> int:
         from framework.verify.command import main as verify
 
         return verify(words)
+    if name == "export":
+        from framework.export import main as export
+
+        return export(words)
     if name == "ledger":
         from framework.ledger.command import main as ledger
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "plan": "check everything and show what would run; starts nothing",
     "verify": "train a few steps under a mix, or under many, and hold them against one process without a framework",
     "ledger": "prove from a run's records that each sample was trained once, over restarts and resizes",
+    "export": "write the weights of a run whole, for other programs: safetensors, hf or torch",
     "plugins": "what is installed, what it adds, what is wrong with it",
 }
 

@@ -90,7 +90,8 @@ class Attempt:
     """One start of all ranks.
 
     Attributes:
-        plan: what to run; `ckpt_path` is where this attempt starts from (a path or None, never `last`).
+        plan: what to run; `ckpt_path` is where this attempt starts from (a path or None, never `last`), and
+            `fall_back` says whether it was found here.
         number: from 0.
         entry: `module:function` of a `framework.worker.Entry`; what each rank runs.
         stop: what the launcher process was told by signals.
@@ -261,7 +262,7 @@ def _attempts(
     previous: Failure | None = None
     restarts = 0
     while True:
-        outcome = launcher.run(Attempt(plan.with_(ckpt_path=start), restarts, entry, stop))
+        outcome = launcher.run(Attempt(_begun(plan, start), restarts, entry, stop))
         if outcome.status != "failed":
             return _result(outcome, stop, restarts, start, outcome.note)
         failure = outcome.failures[0]
@@ -289,7 +290,7 @@ def _one_attempt(
     start = newest.path if newest is not None else _first_start(plan, manager)
     if number and launcher.leads:
         log.warning("Restart %d begins from %s.", number, _why(newest, start))
-    outcome = launcher.run(Attempt(plan.with_(ckpt_path=start), number, entry, stop))
+    outcome = launcher.run(Attempt(_begun(plan, start), number, entry, stop))
     return _result(outcome, stop, number, start, outcome.note)
 
 
@@ -303,6 +304,11 @@ def _first_start(plan: RunPlan, manager: pluggy.PluginManager) -> str | None:
             f"ckpt_path=last: there is no complete checkpoint in {plan.run_dir}; type ckpt_path=null to start afresh."
         )
     return newest.path
+
+
+def _begun(plan: RunPlan, start: str | None) -> RunPlan:
+    """Return the plan of an attempt that starts at `start`."""
+    return plan.with_(ckpt_path=start, fall_back=start is not None and start != plan.ckpt_path)
 
 
 def _why(newest: Checkpoint | None, start: str | None) -> str:

@@ -114,6 +114,7 @@ class RunPlan:
         timeout_s: of every process group, seconds.
         threads: intra-op threads a rank; None = cores of the host / ranks on it, at least 1.
         ckpt_path: where attempt 0 starts from: a path, `last` (newest complete of this run_dir) or None.
+        fall_back: `ckpt_path` was found by the launcher, as the newest: an older one is taken if it turns out damaged.
         on_nonfinite: what all ranks do together when a loss isn't finite or is None on any: `raise` or `skip`.
         trainer: keyword arguments for Lightning's Trainer (`max_steps`, `gradient_clip_val`, ...).
         components: slot -> plain description of the chosen option: `{"_target_": "pkg.Class", "option": "name", field:
@@ -134,6 +135,7 @@ class RunPlan:
     timeout_s: float = 1800.0
     threads: int | None = None
     ckpt_path: str | None = None
+    fall_back: bool = False
     on_nonfinite: str = "raise"
     trainer: Mapping[str, Any] = field(default_factory=dict)
     components: Mapping[str, Any] = field(default_factory=dict)

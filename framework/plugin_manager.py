@@ -34,7 +34,7 @@ DISTRIBUTION = "lightning-framework"
 OBJECT_SLOTS = ("model", "data", *LIST_SLOTS)
 """Slots that hold objects of the user's own classes rather than component plugins."""
 
-COMMANDS = ("train", "validate", "plan", "plugins", "verify", "ledger")
+COMMANDS = ("train", "validate", "plan", "plugins", "verify", "ledger", "export")
 """Names that a package's command can't have."""
 
 

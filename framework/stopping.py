@@ -95,6 +95,9 @@ class SaveAndStop(Callback):
         else:
             path = str(folder_of(self.plan.run_dir) / step_name(trainer.global_step))
             trainer.save_checkpoint(path)
+        state = getattr(trainer.strategy, "state", None)
+        if state is not None:
+            state.wait()
         raise preemption.StopRequested(
             f"SIGTERM: all ranks saved {path} (step {trainer.global_step}) and stopped; the same command with "
             "ckpt_path=last goes on."

@@ -53,6 +53,12 @@ class MeshCallback(Callback):
         """Begin to write the ledger."""
         self.ledger.start(trainer)
 
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What other callbacks saved at the end is durable before `fit` returns."""
+        state = strategy_of(trainer).state
+        if state is not None:
+            state.wait()
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Close the ledger."""
         self.ledger.close()
@@ -177,6 +183,8 @@ class Trainer(pl.Trainer):
         if isinstance(self.strategy, MeshStrategy):
             self.strategy.drain()
         super().save_checkpoint(*args, **kwargs)
+        if isinstance(self.strategy, MeshStrategy) and self.strategy.state is not None and not self.training:
+            self.strategy.state.wait()  # nobody will ask later
 
 
 def check_settings(plan: RunPlan) -> None:

@@ -131,8 +131,13 @@ def draw(chance: random.Random, mix: str, moment: str, attempt: int = 0) -> dict
 
 
 def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of model and optimizer in the checkpoint of the last step, by file and name."""
-    files = sorted((run_dir / "checkpoints" / f"step-{STEPS:06d}").glob("*.safetensors"))
+    """Return what the checkpoint of the last step holds, as `weights_of`."""
+    return weights_of(run_dir / "checkpoints" / f"step-{STEPS:06d}")
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of model and optimizer in a checkpoint, by file and name."""
+    files = sorted(checkpoint.glob("*.safetensors"))
     assert files
     return {
         f"{file.name}:{name}": tensor

@@ -1,4 +1,4 @@
-"""Benchmarks: `python tools/bench.py [--json FILE] ledger | memory | overhead | peak | pipelines | start | zero`.
+"""Benchmarks: `python tools/bench.py [--json FILE] NAME`; `--help` lists them.
 
 Prints a table; `--json` keeps figures.
 They measure, they don't judge: nothing here is a timed test. Run them on a machine that does nothing else.
@@ -32,6 +32,14 @@ def main() -> None:
     overhead.add_argument("--steps", type=int, default=220, help="steps in all")
     overhead.add_argument("--bar", action="store_true", help="with each side's progress bar")
     overhead.add_argument("--profile", action="store_true", help="where the time goes (slows every side down)")
+    checkpoint = commands.add_parser(
+        "checkpoint", help="what a save costs training, beside torch's own and a gathered file"
+    )
+    checkpoint.add_argument("--sizes", nargs="+", type=int, default=[200, 1000], help="of the state, MB")
+    checkpoint.add_argument("--ranks", type=int, default=4)
+    checkpoint.add_argument("--interval", type=int, default=100, help="steps between two saves")
+    checkpoint.add_argument("--step-ms", type=float, default=50.0, help="of an emulated step")
+    checkpoint.add_argument("--rounds", type=int, default=3, help="how often each method saves")
     memory = commands.add_parser("memory", help="bytes a rank counted from tensors, against the arithmetic of the plan")
     memory.add_argument("--mixes", nargs="+", help="names of mixes; default: all")
     peak = commands.add_parser("peak", help="memory of a rank while a run starts, over the bytes of its parameters")
@@ -91,6 +99,12 @@ def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
             arguments.schedules, pipelines.Settings(**{name: getattr(arguments, name) for name in names})
         )
         return report, pipelines.table(report)
+    if arguments.command == "checkpoint":
+        from benchmarks import checkpoint
+
+        asked = arguments
+        report = checkpoint.measure(asked.sizes, asked.ranks, asked.interval, asked.step_ms, asked.rounds)
+        return report, checkpoint.table(report)
     if arguments.command == "ledger":
         from benchmarks import ledger
 

@@ -111,6 +111,11 @@ def finished_epochs(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
+def resume_from(trainer: Any, path: str) -> None:
+    """Tell a trainer that is loading a checkpoint that it is another one; its public setter is for users, and warns."""
+    trainer._checkpoint_connector._ckpt_path = path
+
+
 def completed_steps(trainer: Any) -> int:
     """Return how many optimizer steps of the run are done; under manual optimization how many batches."""
     module = trainer.lightning_module

@@ -61,7 +61,7 @@ def plan_for(ranks: int, run_dir: Path, steps: int = -1, epochs: int = -1, **mor
     )
 
 
-SETTINGS = ("every_n_steps", "keep", "save_top_k", "monitor", "mode", "save_last")
+SETTINGS = ("every_n_steps", "keep", "save_top_k", "monitor", "monitor_mode", "save_last", "mode")
 
 
 def fit(plan: Any, make: Any, *, ckpt_path: str | None = None, validate: bool = False, callbacks: Any = ()) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch.optim import lr_scheduler
 
 from framework.checkpoint import schedule_changes
 from framework.plan import RunPlan
+from framework_plugins.checkpoint.callback import Pace
 from framework_plugins.checkpoint.dcp import DCP
+from framework_plugins.checkpoint.store import Took
 
 PLAN = RunPlan(run_id="r", run_dir="unused")
 
@@ -55,7 +59,8 @@ def test_p15_a_changed_length_is_found_and_progress_is_none(key):
         ("every_n_steps", -1, "checkpoint.every_n_steps=100"),
         ("keep", 0, "always kept"),
         ("save_top_k", -2, "-1 for all"),
-        ("mode", "least", "checkpoint.mode=min"),
+        ("monitor_mode", "least", "checkpoint.monitor_mode=min"),
+        ("mode", "later", "checkpoint.mode=auto"),
         ("save_last", "copy", "link or none"),
     ],
 )
@@ -64,3 +69,37 @@ def test_settings_out_of_range_are_refused_in_words(name, value, words):
     (problem,) = dataclasses.replace(DCP(), **{name: value}).check_plan(PLAN)
     assert problem.setting == f"checkpoint.{name}={value}"
     assert words in str(problem)
+
+
+# -- beside the steps, or not --------------------------------------------------------------------------------------
+
+
+def paced(monkeypatch, alone, beside, waited=0.1, complete=2.0, waiting=1.0):
+    """Return whether the third save is in the background: the first is waited for, steps go on beside the second."""
+    now = [0.0]
+    monkeypatch.setattr("framework_plugins.checkpoint.callback.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    pace = Pace()
+
+    def steps(count, seconds, saving):
+        for _ in range(count):
+            now[0] += seconds
+            pace.step(saving)
+
+    steps(11, alone, saving=False)
+    pace.begin()
+    pace.end(Took(Path("step-1"), waiting, waiting), background=pace.background)
+    assert pace.background, "the second is tried beside the steps"
+    steps(11, alone, saving=False)
+    pace.begin()
+    pace.step(saving=True)
+    steps(10, beside, saving=True)
+    second = Took(Path("step-2"), waited, complete)
+    pace.end(second, background=True)
+    pace.end(second, background=True)
+    return pace.background
+
+
+def test_saves_go_on_beside_the_steps_where_that_costs_less(monkeypatch):
+    assert paced(monkeypatch, alone=0.1, beside=0.12)  # 0.1 + 10 * 0.02 < 1.0
+    assert not paced(monkeypatch, alone=0.1, beside=0.2)  # 0.1 + 10 * 0.1 > 1.0
+    assert not paced(monkeypatch, alone=0.1, beside=0.1, waited=1.1)

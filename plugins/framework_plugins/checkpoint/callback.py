@@ -1,4 +1,4 @@
-"""`Checkpoints`: when to save, and which checkpoints to keep. Rank 0 decides, the others follow.
+"""`Checkpoints`: when to save, whether to wait for it, and which checkpoints to keep. Rank 0 decides, others follow.
 
 What is kept is read from the directories themselves (commit marks and score files), not from a memory that a crash
 would lose: the newest `keep`, the best `save_top_k` by the monitored metric, and the one that the run started from.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from collections import deque
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -22,8 +25,60 @@ from framework.checkpoint_files import CheckpointError, Mark
 from framework.encoding import encode
 from framework.errors import UsageError
 from framework_plugins.checkpoint.dcp import DCP
+from framework_plugins.checkpoint.store import ShardedStore, Took
 
 log = logging.getLogger(__name__)
+
+
+class Pace:
+    """What saves cost: chooses between waiting for them and writing beside the steps (`checkpoint.mode=auto`).
+
+    A save that is waited for costs what it takes. One beside the steps costs the copying, and what the steps beside it
+    take longer than others: it competes with them for cores, memory and the interpreter.
+
+    Attributes:
+        background: what the next save should be.
+    """
+
+    def __init__(self) -> None:
+        self.background = False
+        self._alone: deque[float] = deque(maxlen=50)
+        self._beside: list[float] = []
+        self._last: float | None = None
+        self._noted: Took | None = None
+        self._waiting_s: float | None = None
+
+    def step(self, saving: bool) -> None:
+        """A batch has ended; `saving` = a save is in flight."""
+        now = time.perf_counter()
+        if self._last is not None:
+            (self._beside.append if saving else self._alone.append)(now - self._last)
+        self._last = now
+
+    def begin(self) -> None:
+        """A save begins: the time until the next batch's end isn't a step's."""
+        self._last = None
+
+    def end(self, took: Took, background: bool) -> None:
+        """A save is complete: compare; called again for the same one it does nothing."""
+        if took is self._noted:
+            return
+        self._noted = took
+        usual = median(self._alone) if self._alone else 0.0
+        lost = sum(max(0.0, step - usual) for step in self._beside)
+        steps, self._beside = len(self._beside), []
+        if not background:
+            self._waiting_s = took.complete_s
+            self.background = True
+            return
+        cost = took.waited_s + lost
+        if steps:
+            log.info("%s: %d steps beside it lost %.2f s.", took.path.name, steps, lost)
+        if self._waiting_s is not None and cost > self._waiting_s and steps:
+            self.background = False
+            log.info(
+                "Saving beside the steps costs %.2f s, waiting %.2f s: saves are waited for.", cost, self._waiting_s
+            )
 
 
 class Checkpoints(Checkpoint):
@@ -36,7 +91,12 @@ class Checkpoints(Checkpoint):
     Args:
         settings: of the option.
         run_dir: folder of the run.
+
+    Attributes:
+        store: the strategy's, that saves; there from `on_fit_start` on.
     """
+
+    store: ShardedStore
 
     def __init__(self, settings: DCP, run_dir: str) -> None:
         super().__init__()
@@ -45,43 +105,79 @@ class Checkpoints(Checkpoint):
         self.best_model_path = ""
         """Path of the best checkpoint so far; the newest one without `monitor`. Lightning's `ckpt_path="best"`."""
         self.best_model_score: float | None = None
+        self.pace = Pace()
         self._saved_step = 0
         self._here = False
         self._source: str | None = None
         self._at_last_batch = False
         self._due = False
         self._measured: float | None = None
+        self._start: Path | None = None
+        self._scores: dict[Path, float] = {}
+        self._best_now: tuple[str, float | None] = ("", None)
 
     @property
     def _on(self) -> bool:
         return self.settings.save_top_k != 0
 
-    def save(self, trainer: Trainer) -> str:
-        """Save now, unless this step is saved already; returns the path. Collective."""
+    def save(self, trainer: Trainer, score: float | None = None) -> str:
+        """Save now, unless this step is saved already; returns the path, complete after `store.wait()`. Collective.
+
+        Args:
+            trainer: that runs.
+            score: value of the monitored metric for this step's weights; None = not known (yet).
+        """
         path = self.folder / files.step_name(trainer.global_step)
         if self._saved_step == trainer.global_step and self._here:
+            if score is not None:  # known later than the checkpoint
+                self.settle(trainer)
+                together(f"Tidying {self.folder}", lambda: self._tidy(path, score), CheckpointError)
             return str(path)
+        self.settle(trainer)
+        if score is not None:
+            self._scores[path] = score
+        if self.settings.mode == "auto":
+            self.store.background = trainer.strategy.broadcast(self.pace.background)
+        self.pace.begin()
         trainer.save_checkpoint(path)
         self._saved_step, self._here = trainer.global_step, True
-        self._tidy(trainer, None)
+        if not self.store.background:
+            self.settle(trainer)
         return str(path)
+
+    def settle(self, trainer: Trainer) -> None:
+        """Wait until all is saved, and learn from rank 0 which is best. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if the save in flight failed.
+        """
+        self.store.wait()
+        if self.store.last is not None:
+            self.pace.end(self.store.last, self.store.background)
+        self.best_model_path, self.best_model_score = trainer.strategy.broadcast(self._best_now)
 
     # -- when ------------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the step that the run starts at as saved, if perhaps in another run's folder."""
         self._saved_step = trainer.global_step
         self._here = trainer.strategy.broadcast((self.folder / files.step_name(trainer.global_step)).is_dir())
+        self._start = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
+        self.store.on_commit = self._committed
+
+    def _committed(self, path: Path) -> None:
+        if path.parent == self.folder:  # and not another callback's
+            self._tidy(path, self._scores.pop(path, None))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save every `every_n_steps`."""
         self._at_last_batch = lightning_private.at_last_batch(trainer)
+        self.pace.step(self.store.saving)
         every, step = self.settings.every_n_steps, trainer.global_step
         if not self._on or not every or step % every or step == self._saved_step:
             return
-        self._save_when_over(trainer)
-        self._score(trainer, "train")
+        self._save_when_over(trainer, self._value(trainer, "train"))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Score this step's weights with what validation measured."""
@@ -108,6 +204,7 @@ class Checkpoints(Checkpoint):
         self._end_epoch(trainer)
         if self._on and trainer.global_step != self._saved_step:
             self.save(trainer)
+        self.settle(trainer)
 
     def _save_when_over(self, trainer: Trainer, score: float | None = None) -> None:
         """Save this step now, or at the end of an epoch when that is over."""
@@ -115,9 +212,7 @@ class Checkpoints(Checkpoint):
             self._due = True
             self._measured = self._measured if score is None else score
             return
-        self.save(trainer)
-        if score is not None:
-            self._tidy(trainer, score)
+        self.save(trainer, score)
 
     def _end_epoch(self, trainer: Trainer) -> None:
         due, measured = self._due, self._measured
@@ -127,53 +222,51 @@ class Checkpoints(Checkpoint):
 
     # -- which -----------------------------------------------------------------------------------------------------
     def _score(self, trainer: Trainer, moment: str) -> None:
-        """Note the metric's value for this step's checkpoint.
+        """Note the metric's value for this step's checkpoint."""
+        value = self._value(trainer, moment)
+        if value is not None:
+            self._save_when_over(trainer, value)
+
+    def _value(self, trainer: Trainer, moment: str) -> float | None:
+        """Return the monitored metric's value for this step's weights, None if this isn't when it is known.
 
         The first moment at which the metric is there tells where it comes from; at other moments its value is an old
         one.
         """
         monitor = self.settings.monitor
         if monitor is None or trainer.global_step == 0 or self._source not in (None, moment):
-            return
+            return None
         value = trainer.callback_metrics.get(monitor)
         if value is None:
-            return
+            return None
         self._source = moment
-        self._save_when_over(trainer, float(value))
+        return float(value)
 
-    def _tidy(self, trainer: Trainer, score: float | None) -> None:
-        """Write the score and the link, delete what needn't be kept. Collective."""
-        path = self.folder / files.step_name(trainer.global_step)
-        start = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
-
-        def act() -> tuple[str, float | None]:
-            if ranks()[0] != 0:
-                return "", None
-            if score is not None:
-                files.write_json(path / files.SCORE, {"monitor": self.settings.monitor, "value": repr(score)})
-            if self.settings.save_last == "link":
-                files.link_last(path)
-            marks, damaged = files.marks(self.folder)
-            for error in damaged:
-                log.warning("Left alone: %s", error)
-            best = self._best(marks)
-            # A score of this step may be still to come: the newest are kept in any case.
-            kept = {mark.path for mark in (*best, *marks[-self.settings.keep :])} | {path}
-            if self.settings.save_top_k != -1:
-                for mark in marks:
-                    if mark.path not in kept and mark.path.resolve() != start:
-                        files.remove(mark.path)
-            if best:
-                return str(best[0].path), best[0].score
-            return str(path), None
-
-        best = together(f"Tidying {self.folder}", act, CheckpointError)
-        self.best_model_path, self.best_model_score = trainer.strategy.broadcast(best)
+    def _tidy(self, path: Path, score: float | None) -> None:
+        """On rank 0 write the score and the link, and delete what needn't be kept; `path` is complete."""
+        if ranks()[0] != 0:
+            return
+        if score is not None:
+            content = files.sealed({"monitor": self.settings.monitor, "value": repr(score)})
+            files.write_json(path / files.SCORE, content)
+        if self.settings.save_last == "link":
+            files.link_last(path)
+        marks, damaged = files.marks(self.folder)
+        for error in damaged:
+            log.warning("Left alone: %s", error)
+        best = self._best(marks)
+        # A score of this step may be still to come: the newest are kept in any case.
+        kept = {mark.path for mark in (*best, *marks[-self.settings.keep :])} | {path}
+        if self.settings.save_top_k != -1:
+            for mark in marks:
+                if mark.path not in kept and mark.path.resolve() != self._start:
+                    files.remove(mark.path)
+        self._best_now = (str(best[0].path), best[0].score) if best else (str(path), None)
 
     def _best(self, marks: list[Mark]) -> list[Mark]:
         """Return the best `save_top_k` scored checkpoints, best first; of equal ones the older."""
-        worst = math.inf if self.settings.mode == "min" else -math.inf
-        sign = 1 if self.settings.mode == "min" else -1
+        worst = math.inf if self.settings.monitor_mode == "min" else -math.inf
+        sign = 1 if self.settings.monitor_mode == "min" else -1
         scored = [
             (sign * (worst if math.isnan(mark.score) else mark.score), mark) for mark in marks if mark.score is not None
         ]
@@ -182,7 +275,9 @@ class Checkpoints(Checkpoint):
 
     # -- what goes along -------------------------------------------------------------------------------------------
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse hyper-parameters that no checkpoint can hold now, and not at the first save."""
+        """Take the store; refuse hyper-parameters that no checkpoint can hold now, and not at the first save."""
+        strategy: Any = trainer.strategy
+        self.store = strategy.state.store
         for owner in (pl_module, getattr(trainer, "datamodule", None)):
             if owner is not None and self._on:
                 encode(dict(owner.hparams), {}, "meta.hyper_parameters")

@@ -28,16 +28,20 @@ class DCP:
         keep: how many of the newest are kept, at least 1; a damaged newest one needs an older one to fall back on.
         save_top_k: how many of the best by `monitor` are kept besides; -1 = delete none, 0 = save nothing at all.
         monitor: name of the logged metric that says which is best; null = the newest counts.
-        mode: whether the best metric is the `min` or the `max`.
+        monitor_mode: whether the best metric is the `min` or the `max`.
         save_last: `link` = `checkpoints/last` points to the newest; `none` = no link.
+        mode: `async` = training goes on as soon as each rank has copied what it holds, and a thread writes (twice the
+            memory of the state); `sync` = training waits until all is on disk; `auto` = the first save is waited
+            for, and the rest as well if the steps beside a save lost more time than waiting takes.
     """
 
     every_n_steps: int = 100
     keep: int = 2
     save_top_k: int = 1
     monitor: str | None = None
-    mode: str = "min"
+    monitor_mode: str = "min"
     save_last: str = "link"
+    mode: str = "auto"
 
     @hookimpl
     def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
@@ -51,8 +55,14 @@ class DCP:
             ),
             ("keep", self.keep >= 1, "the newest checkpoint is always kept", "checkpoint.keep=1"),
             ("save_top_k", self.save_top_k >= -1, "it is a count, or -1 for all", "checkpoint.save_top_k=-1"),
-            ("mode", self.mode in ("min", "max"), "the best is the smallest or the largest", "checkpoint.mode=min"),
+            (
+                "monitor_mode",
+                self.monitor_mode in ("min", "max"),
+                "the best is the smallest or the largest",
+                "checkpoint.monitor_mode=min",
+            ),
             ("save_last", self.save_last in ("link", "none"), "it is link or none", "checkpoint.save_last=link"),
+            ("mode", self.mode in ("auto", "async", "sync"), "it is auto, async or sync", "checkpoint.mode=auto"),
         ]
         return [
             Problem(f"checkpoint.{name}={getattr(self, name)}", reason, fix)
@@ -70,7 +80,7 @@ class DCP:
         """Return the store."""
         from framework_plugins.checkpoint.store import ShardedStore
 
-        return ShardedStore()
+        return ShardedStore(background=self.mode == "async")
 
     @hookimpl
     def make_callbacks(self, plan: RunPlan) -> Sequence[Checkpoints]:

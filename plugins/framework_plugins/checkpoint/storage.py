@@ -8,18 +8,21 @@ file in memory twice and derives a tensor's size from the shards it happens to f
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,22 +30,33 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from framework.agreement import gather, ranks
 from framework.checkpoint_files import INDEX, CheckpointError, read_json, sync_folder, write_json
 from framework.encoding import dtype_of
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor in a file: the box's first corner and size, file name, key in the file."""
+    """A box of a tensor in a file.
+
+    Attributes:
+        offsets: the box's first corner.
+        sizes: its size.
+        file: name of the file.
+        key: in the file.
+        sha256: of its bytes; empty in format 1.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
     key: str
+    sha256: str = ""
 
 
 def file_name(rank: int) -> str:
@@ -50,83 +64,123 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-class ShardWriter(StorageWriter):
-    """Writes a rank's pieces into one safetensors file, and on the coordinator the index of all.
+class Layout:
+    """Which pieces of which tensors this rank writes: torch's plan, in which each piece is written once.
 
-    Called by `torch.distributed.checkpoint.save`. `folder` exists and is empty.
+    Of plain tensors the lowest rank's is written, since replicas may differ (batch statistics). Making a layout is
+    collective; it serves until tensors of other names, shapes or placements come.
+
+    Attributes:
+        kind: what it was made for, as `kind_of` has it.
+        tensors: name -> dtype and global shape, of all ranks.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.rank = 0
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        rank = ranks()[0]
+        self.kind = kind_of(tensors)
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+        self._planner.set_up_planner(dict(tensors), None, rank == 0)
+        plans, metadata = self._planner.create_global_plan(gather(self._planner.create_local_plan()))
+        self._items = self._planner.finish_plan(plans[rank]).items
+        self.tensors: dict[str, tuple[str, list[int]]] = {}
+        for name, whole in metadata.state_dict_metadata.items():
+            assert isinstance(whole, TensorStorageMetadata)  # the store passes nothing else
+            self.tensors[name] = (str(whole.properties.dtype).removeprefix("torch."), list(whole.size))
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget: a writer is for one checkpoint."""
+    def pieces(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Piece, Tensor]]:
+        """Return name, piece (without its hash) and values of what this rank writes; nothing is copied."""
+        self._planner.set_up_planner(dict(tensors), None, ranks()[0] == 0)
+        found = []
+        for item in self._items:
+            data = self._planner.resolve_data(item)
+            assert isinstance(data, Tensor)
+            found.append((item.index.fqn, _piece(item, file_name(ranks()[0])), data.detach()))
+        return found
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the rank."""
-        self.rank = int(kwargs.get("rank") or 0)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave torch's plan as it is."""
-        return plan
+def kind_of(tensors: Mapping[str, Tensor]) -> Any:
+    """Return what a layout depends on."""
+    return [
+        (name, tensor.dtype, tuple(tensor.shape), (tensor.device_mesh, tensor.placements))
+        if isinstance(tensor, DTensor)
+        else (name, tensor.dtype, tuple(tensor.shape), None)
+        for name, tensor in tensors.items()
+    ]
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leave torch's plans as they are."""
-        return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file and flush it to disk."""
-        tensors: dict[str, Tensor] = {}
-        results = []
-        for item in plan.items:
-            piece = _piece(item, file_name(self.rank))
-            data = planner.resolve_data(item)
-            assert isinstance(data, Tensor)  # the store passes nothing else
-            tensor = _on_cpu(data)
-            tensors[piece.key] = tensor
-            results.append(WriteResult(item.index, tensor.nbytes, piece))
-        if tensors:
-            write_tensors(self.folder / file_name(self.rank), tensors)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+def write_pieces(folder: Path, pieces: Sequence[tuple[str, Piece, Tensor]]) -> tuple[list[tuple[str, Piece]], str]:
+    """Hash this rank's pieces, write them into one file and flush it to disk.
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index (coordinator only) after all ranks wrote."""
-        tensors: dict[str, Any] = {}
-        for result in (one for of_rank in results for one in of_rank):
-            name, piece = result.index.fqn, result.storage_data
-            whole = metadata.state_dict_metadata[name]
-            assert isinstance(whole, TensorStorageMetadata)
-            entry = {
-                "dtype": str(whole.properties.dtype).removeprefix("torch."),
-                "shape": list(whole.size),
-                "pieces": [],
-            }
-            tensors.setdefault(name, entry)["pieces"].append(
-                [list(piece.offsets), list(piece.sizes), piece.file, piece.key]
+    Returns:
+        Name and piece of each, with hashes; and the hash of the file's header, empty if nothing was to be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    written = []
+    for name, piece, data in pieces:
+        tensor = on_cpu(data)
+        tensors[piece.key] = tensor
+        written.append((name, replace(piece, sha256=hash_of(tensor))))
+    header = write_tensors(folder / file_name(ranks()[0]), tensors) if tensors else ""
+    return written, header
+
+
+def write_index(folder: Path, layout: Layout, written: Sequence[tuple[Sequence[tuple[str, Piece]], str]]) -> str:
+    """Write the index of what all ranks wrote; return its hash.
+
+    Raises:
+        CheckpointError: a file that a rank wrote isn't seen from here.
+    """
+    tensors: dict[str, Any] = {}
+    headers: dict[str, str] = {}
+    for pieces, header in written:
+        for name, piece in pieces:
+            dtype, shape = layout.tensors[name]
+            entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
+            entry["pieces"].append([list(piece.offsets), list(piece.sizes), piece.file, piece.key, piece.sha256])
+            headers[piece.file] = header
+    for file in headers:
+        if not (folder / file).is_file():
+            raise CheckpointError(
+                f"{file} was written but rank {ranks()[0]} can't see it: run_dir must be on a file system that all"
+                f" hosts share"
             )
-            if not (self.folder / piece.file).is_file():
-                raise CheckpointError(
-                    f"{piece.file} was written but rank {self.rank} can't see it: run_dir must be on a file system that"
-                    f" all hosts share"
-                )
-        write_json(self.folder / INDEX, {"tensors": tensors})
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by path: False."""
-        return False
+    return write_json(folder / INDEX, {"tensors": tensors, "headers": headers})
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file and flush it to disk. Raises OSError or safetensors' own error (full disk)."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write one safetensors file and flush it to disk; return the SHA-256 of its header.
+
+    The library makes the header while it writes, so it is read back, and compared with what it must say.
+
+    Raises:
+        OSError: it can't be written; or safetensors' own error (full disk).
+        CheckpointError: what is read back isn't what was written.
+    """
     save_file(dict(tensors), path, metadata={"format": "pt"})
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets the owner alone read
     with path.open("rb") as file:
         os.fsync(file.fileno())
     sync_folder(path.parent)
+    header = read_header(path)
+    entries = {key: entry for key, entry in json.loads(header[8:]).items() if key != "__metadata__"}
+    said = {
+        key: (entry["shape"], entry["data_offsets"][1] - entry["data_offsets"][0]) for key, entry in entries.items()
+    }
+    if said != {key: (list(tensor.shape), tensor.nbytes) for key, tensor in tensors.items()}:
+        raise CheckpointError(f"{path.name} was written, but its header doesn't say what it should")
+    return hashlib.sha256(header).hexdigest()
+
+
+def read_header(path: Path) -> bytes:
+    """Return everything before the tensors of a safetensors file: the length of the header (8 bytes) and the header."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        return length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
+
+
+def hash_of(tensor: Tensor) -> str:
+    """Return the SHA-256 of a contiguous CPU tensor's bytes; other threads may run meanwhile."""
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _piece(item: WriteItem, file: str) -> Piece:
@@ -138,19 +192,21 @@ def _piece(item: WriteItem, file: str) -> Piece:
     return Piece(tuple(chunk.offsets), tuple(chunk.sizes), file, key)
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
+def on_cpu(tensor: Tensor) -> Tensor:
     """Return a contiguous CPU tensor that shares no memory with another one: what safetensors takes."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 class Index:
-    """What a checkpoint's `index.json` says: name -> dtype, global shape, pieces."""
+    """What a checkpoint's `index.json` says: name -> dtype, global shape, pieces; file -> hash of its header."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[Piece]]] = {}
-        for name, entry in read_json(folder / INDEX)["tensors"].items():
+        content = read_json(folder / INDEX)
+        self.headers: dict[str, str] = content.get("headers", {})
+        for name, entry in content["tensors"].items():
             pieces = [Piece(tuple(offsets), tuple(sizes), *at) for offsets, sizes, *at in entry["pieces"]]
             self.tensors[name] = (dtype_of(entry["dtype"]), tuple(entry["shape"]), pieces)
 
@@ -160,11 +216,13 @@ class ShardReader(StorageReader):
 
     Attributes:
         restored: name -> number of elements copied so far.
+        damaged: what isn't as it was written, in words; nothing of it was copied.
     """
 
     def __init__(self, index: Index) -> None:
         self.index = index
         self.restored: dict[str, int] = defaultdict(int)
+        self.damaged: list[str] = []
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to forget: a reader is for one load."""
@@ -192,24 +250,41 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the parts of pieces that the plan lists into its tensors, one file after the other."""
-        by_file = defaultdict(list)
+        """Copy the parts of pieces that the plan lists into its tensors, one file after the other.
+
+        Pieces are read whole, since their hashes are of the whole.
+        """
+        by_file: dict[str, dict[Piece, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
-            by_file[self._pieces[item.storage_index].file].append(item)
-        for file, items in by_file.items():
-            with safe_open(self.index.folder / file, framework="pt") as opened:
-                for item in items:
-                    piece = self._pieces[item.storage_index]
-                    ends = zip(item.storage_offsets, item.lengths, strict=True)
-                    box = tuple(slice(start, start + length) for start, length in ends)
-                    source = opened.get_slice(piece.key)[box] if box else opened.get_tensor(piece.key)
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(source)
-                    planner.commit_tensor(item, target)
-                    self.restored[item.dest_index.fqn] += prod(item.lengths)
+            piece = self._pieces[item.storage_index]
+            by_file[piece.file][piece].append(item)
+        for file, wanted in by_file.items():
+            try:
+                self._read_file(file, wanted, planner)
+            except (OSError, SafetensorError) as error:
+                self.damaged.append(f"{file} can't be read ({error})")
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_file(self, file: str, wanted: Mapping[Piece, Sequence[ReadItem]], planner: LoadPlanner) -> None:
+        path, expected = self.index.folder / file, self.index.headers.get(file)
+        if expected is not None and hashlib.sha256(read_header(path)).hexdigest() != expected:
+            self.damaged.append(f"the header of {file} isn't the one that was written")
+            return
+        with safe_open(path, framework="pt") as opened:
+            for piece, items in wanted.items():
+                source = opened.get_tensor(piece.key)
+                if piece.sha256 and hash_of(source) != piece.sha256:
+                    self.damaged.append(f"the bytes of {piece.key} in {file} aren't those that were written")
+                    continue
+                for item in items:
+                    ends = zip(item.storage_offsets, item.lengths, strict=True)
+                    box = tuple(slice(start, start + length) for start, length in ends)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(source[box] if box else source)
+                    planner.commit_tensor(item, target)
+                    self.restored[item.dest_index.fqn] += prod(item.lengths)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -4,34 +4,117 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from framework import checkpoint_files as files
 from framework.agreement import gather, ranks, together
-from framework.checkpoint_files import CheckpointError
+from framework.checkpoint_files import CheckpointError, DamagedError
 from framework.plan import Checkpoint
-from framework_plugins.checkpoint.storage import Index, ShardReader, ShardWriter
+from framework_plugins.checkpoint.storage import Index, Layout, Piece, ShardReader, kind_of, write_index, write_pieces
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Took:
+    """What a save took, in seconds: how long training waited, and until it was complete."""
+
+    path: Path
+    waited_s: float
+    complete_s: float
+
+
 class ShardedStore:
-    """Each rank writes what it holds; any mix reads it. Layout on disk: `framework.checkpoint_files`."""
+    """Each rank writes what it holds; any mix reads it. Layout on disk: `framework.checkpoint_files`.
+
+    Attributes:
+        background: whether `save` returns as soon as this rank's pieces are copied, and a thread writes them. All ranks
+            must agree; to be changed between saves.
+        on_commit: called on rank 0 with the path of each checkpoint that is complete, in the thread that wrote it.
+        last: what the last save took; None before the first is done.
+    """
+
+    def __init__(self, background: bool = False) -> None:
+        self.background = background
+        self.on_commit: Callable[[Path], None] | None = None
+        self.last: Took | None = None
+        self._layout: Layout | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def save(self, path: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """See `CheckpointStore.save`."""
-        final = Path(path)
+        """See `CheckpointStore.save`. One save is in flight at a time: this waits for the one before."""
+        began = time.perf_counter()
+        self.wait()
+        pieces = self._planned(tensors).pieces(tensors)
+        if not self.background:
+            self._write(Path(path), pieces, meta, None)
+            self._note(Path(path), began, None)
+            return
+        pieces = [(name, piece, self._copied(piece.key, data)) for name, piece, data in pieces]
+        if self._group is None and ranks()[1] > 1:
+            self._group = dist.new_group(backend="gloo")  # the thread's own: it must not meet the steps' collectives
+        let_go = time.perf_counter()
+
+        def write() -> None:
+            try:
+                self._write(Path(path), pieces, meta, self._group)
+                self._note(Path(path), began, let_go)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """See `CheckpointStore.wait`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is in flight."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _planned(self, tensors: Mapping[str, Tensor]) -> Layout:
+        """Return the layout of these tensors: the last one, if it fits on all ranks."""
+        fits = self._layout is not None and self._layout.kind == kind_of(tensors)
+        if self._layout is None or not all(gather(fits)):
+            self._layout = Layout(tensors)
+            self._buffers.clear()
+        return self._layout
+
+    def _copied(self, key: str, data: Tensor) -> Tensor:
+        """Return a copy in main memory, in the buffer that the last save used."""
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+        return self._buffers[key].copy_(data)
+
+    def _write(
+        self, final: Path, pieces: Sequence[tuple[str, Piece, Tensor]], meta: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        """Write, agree, commit. Collective, over `group` if it isn't the main thread that writes."""
         what = f"Saving {final}"
         temporary = final.with_name(f".{final.name}.tmp")
         first = ranks()[0] == 0
@@ -44,19 +127,28 @@ class ShardedStore:
 
         def commit() -> None:
             if first:
-                files.write_json(temporary / files.STATE, meta)
-                files.commit(temporary, final, step=int(meta["step"]), world_size=ranks()[1])
+                assert self._layout is not None
+                hashes = {files.INDEX: write_index(temporary, self._layout, written)}
+                hashes[files.STATE] = files.write_json(temporary / files.STATE, meta)
+                files.commit(temporary, final, step=int(meta["step"]), world_size=ranks()[1], hashes=hashes)
+                if self.on_commit is not None:
+                    self.on_commit(final)
 
-        together(what, prepare, CheckpointError)
+        together(what, prepare, CheckpointError, group)
         try:
-            _write(temporary, tensors)
-            together(what, commit, CheckpointError)
-        except (CheckpointError, CheckpointException) as error:
+            own = together(what, lambda: write_pieces(temporary, pieces), CheckpointError, group)
+            written = gather(own, group)
+            together(what, commit, CheckpointError, group)
+        except CheckpointError as error:
             if first:  # makes room: a full disk is the usual cause
                 shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{what} failed on {_causes(error)}. Earlier checkpoints are intact.") from error
+            raise CheckpointError(f"{str(error).rstrip('.')}. Earlier checkpoints are intact.") from error
+
+    def _note(self, path: Path, began: float, let_go: float | None) -> None:
+        ended = time.perf_counter()
+        self.last = Took(path, (let_go or ended) - began, ended - began)
+        if ranks()[0] == 0:
+            log.info("%s: training waited %.2f s, complete after %.2f s.", path.name, self.last.waited_s, ended - began)
 
     def load(self, path: str, tensors: Mapping[str, Tensor], scope: Sequence[str] = ()) -> Mapping[str, Any]:
         """See `CheckpointStore.load`."""
@@ -67,7 +159,9 @@ class ShardedStore:
         missing, unexpected = wanted - set(index.tensors), saved - wanted
         if missing or unexpected:
             raise CheckpointError(f"{path} doesn't fit this run: {_difference(missing, unexpected)}")
-        together(what, lambda: _read(index, tensors), CheckpointError)
+        damaged = gather(together(what, lambda: _read(index, tensors), CheckpointError))
+        if any(damaged):
+            raise DamagedError(f"{path} is damaged: {'; '.join(sorted(set().union(*damaged)))}")
         return self.read_meta(path)
 
     def entries(self, path: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -96,16 +190,11 @@ class ShardedStore:
         return Index(files.read_mark(path).path)
 
 
-def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write all ranks' tensors; of plain ones the lowest rank's, since replicas may differ (batch statistics)."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save(dict(tensors), storage_writer=ShardWriter(folder), planner=planner, no_dist=ranks()[1] == 1)
-
-
-def _read(index: Index, tensors: Mapping[str, Tensor]) -> None:
+def _read(index: Index, tensors: Mapping[str, Tensor]) -> list[str]:
     """Fill this rank's tensors; asks no other rank.
+
+    Returns:
+        What isn't as it was written, in words.
 
     Raises:
         CheckpointError: a shape differs, a file can't be read, or not every element was restored.
@@ -123,6 +212,8 @@ def _read(index: Index, tensors: Mapping[str, Tensor]) -> None:
             )
     except CheckpointException as error:  # a BaseException: `except Exception` would let it pass
         raise CheckpointError(_causes(error)) from error
+    if reader.damaged:
+        return reader.damaged
     short = {}
     for name, tensor in tensors.items():
         expected = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
@@ -132,6 +223,7 @@ def _read(index: Index, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(
             f"only {len(tensors) - len(short)} of {len(tensors)} tensors were restored: {_list(short.values())}"
         )
+    return []
 
 
 def _causes(error: CheckpointException) -> str:

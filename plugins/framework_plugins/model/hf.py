@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from framework_plugins.model.gpt import LanguageModel, cross_entropy
@@ -84,6 +85,19 @@ class CausalLM(LanguageModel):
         """Which layer may be split how, from the model's own plan; None = it has none."""
         own = getattr(self.lm, "tp_plan", None) or {}
         return {f"lm.{pattern}": WORDS.get(word, word) for pattern, word in own.items()} or None
+
+    @classmethod
+    def hugging_face_form(
+        cls, *, model_type: str, path: str | None, config: Mapping[str, Any] | None, vocab_size: int, context: int
+    ) -> tuple[str, dict[str, str]]:
+        """Return what `python -m framework export --to hf` needs, from the settings of a run.
+
+        Returns:
+            The prefix of the names that are transformers' own, and the files beside the weights: name -> text.
+        """
+        with torch.device("meta"):
+            module = cls(model_type=model_type, path=path, config=config, vocab_size=vocab_size, context=context)
+        return "lm.", {"config.json": module.lm.config.to_json_string(use_diff=False)}
 
     def init_weights(self) -> None:
         """Draw all weights as the model's author says, then read those that `path` has.

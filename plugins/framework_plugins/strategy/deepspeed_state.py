@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from framework.adapters import deepspeed_private, lightning_private
+from framework.adapters import deepspeed_private
 from framework.checkpoint import StateKeeper, load_checkpoint, load_module_state
 from framework.state import module_state, optimizer_state
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -125,16 +123,13 @@ class EngineState(StateKeeper):
         return module, stand_in(optimizer, groups)
 
     # -- loading -------------------------------------------------------------------------------------------------------
-    def load(self, path: str | PathLike[str]) -> dict[str, Any]:
+    def read(self, path: str, fitting: bool) -> dict[str, Any]:
         """Read a checkpoint and fill the engine's optimizer; `put_back` fills the weights. Collective."""
-        fitting = self.module.trainer.state.fn == "fit"
-        if fitting:
-            lightning_private.resume_cleanly(self.module.trainer)
         optimizer = self.strategy.optimizers[0]
         self._loaded, other = self._empty(optimizer)
         result = load_checkpoint(
             self.store,
-            str(path),
+            path,
             self._loaded,
             [other] if fitting else None,
             mesh=self.strategy.plan.mesh,

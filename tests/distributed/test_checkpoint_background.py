@@ -1,0 +1,133 @@
+"""Checkpoints that are written beside the steps hold the state of their own step, and never half of it (P18)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from plans import make_plan, option
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader
+
+from framework import Trainer
+from framework import checkpoint_files as files
+from framework.testing import RanksError
+from framework_plugins.checkpoint import storage
+
+SLOW_S = 0.5
+
+
+class Scalar(LightningModule):
+    """w starts at 0 and its gradient is 1: after n steps of SGD with lr 1 it is -n."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.w.sum() + 0 * batch.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.5)
+
+
+class Watch(Callback):
+    """Notes how long each step took, and whether a save was in flight at its end."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, bool]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        saver = trainer.checkpoint_callbacks[0]
+        self.steps.append((trainer.global_step, saver.store.saving))
+
+
+def slow_writer(delay_s: float, fails_at: int | None = None) -> Any:
+    """Delay writing, and let rank 1's fail from the given save on."""
+    original, saves = storage.write_tensors, [0]
+
+    def write(path: Path, tensors: Any) -> str:
+        time.sleep(delay_s)
+        saves[0] += 1
+        if fails_at is not None and saves[0] >= fails_at and path.name == storage.file_name(1):
+            raise OSError(28, "No space left on device", str(path))
+        return original(path, tensors)
+
+    storage.write_tensors = write
+    return original
+
+
+def train(run_dir: str, strategy: str | None, steps: int, mode: str, fails_at: int | None = None, **more: Any) -> Any:
+    """Train with a save every three steps; return what `Watch` saw."""
+    world = 1 if strategy is None else 2
+    plan = make_plan(
+        world, strategy=strategy, run_dir=run_dir, trainer={"max_steps": steps, "max_epochs": -1},
+        components={"checkpoint": option("checkpoint", "dcp", every_n_steps=3, mode=mode, save_top_k=-1, **more)},
+    )  # fmt: skip
+    original = slow_writer(SLOW_S, fails_at)
+    watch = Watch()
+    try:
+        Trainer(plan, callbacks=[watch]).fit(Scalar(), DataLoader(torch.ones(64, 1)))  # type: ignore[arg-type]
+    finally:
+        storage.write_tensors = original
+    return watch.steps
+
+
+def saved(run_dir: Path, step: int) -> tuple[float, float, int]:
+    """Return weight, momentum and step of a checkpoint."""
+    path = files.folder_of(run_dir) / files.step_name(step)
+    mark = files.read_mark(path)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        tensors |= {name.partition("@")[0]: tensor for name, tensor in load_file(file).items()}
+    return float(tensors["model.w"][0]), float(tensors["optimizer.0.w.momentum_buffer"][0]), mark.step
+
+
+WEIGHTS = {3: -4.25, 4: -6.125, 6: -10.03125}
+
+
+@pytest.mark.parametrize("strategy", [None, "ddp", "fsdp"])
+def test_p18_a_checkpoint_holds_its_own_step(pool: Any, tmp_path: Path, strategy: str | None) -> None:
+    (steps, *_) = pool.run(
+        train, 1 if strategy is None else 2, str(tmp_path), strategy, 7, "async", process_group=False
+    )
+    assert any(saving for step, saving in steps if step in (4, 5)), f"no step was made beside a save: {steps}"
+    for step in (3, 6):
+        weight, momentum, count = saved(tmp_path, step)
+        assert (weight, count) == (WEIGHTS[step], step)
+        assert momentum == pytest.approx(2 * (1 - 0.5**step))
+    assert saved(tmp_path, 7)[2] == 7, "the last one is complete when fit returns"
+    assert (files.folder_of(tmp_path) / files.LAST).resolve().name == files.step_name(7)
+
+
+def test_p18_ending_at_once_leaves_a_complete_file(pool: Any, tmp_path: Path) -> None:
+    pool.run(train, 2, str(tmp_path), "ddp", 3, "async", process_group=False)
+    assert saved(tmp_path, 3) == (WEIGHTS[3], 1.75, 3)
+
+
+@pytest.mark.parametrize("steps", [5, 9])
+def test_p18_a_writer_that_fails_is_told(pool: Any, tmp_path: Path, steps: int) -> None:
+    """At the end, or at the next save; on all ranks, and what was saved before is intact."""
+    with pytest.raises(
+        RanksError, match=r"Saving .*step-000003 failed on rank 1: OSError.*No space left.*intact"
+    ) as told:
+        pool.run(train, 2, str(tmp_path), "fsdp", steps, "async", 1, process_group=False)
+    assert "rank 0" in str(told.value)
+    assert not list(files.folder_of(tmp_path).glob("step-*"))
+
+
+def test_waiting_is_what_sync_says(pool: Any, tmp_path: Path) -> None:
+    (steps, _) = pool.run(train, 2, str(tmp_path), "ddp", 4, "sync", process_group=False)
+    assert not any(saving for _, saving in steps)
+
+
+def test_auto_waits_for_the_first_and_not_for_the_second(pool: Any, tmp_path: Path) -> None:
+    (steps, _) = pool.run(train, 2, str(tmp_path), "ddp", 8, "auto", process_group=False)
+    beside = {step for step, saving in steps if saving}
+    assert not beside & {3, 4, 5}
+    assert beside & {6, 7, 8}
