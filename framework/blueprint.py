@@ -19,7 +19,7 @@ from framework.errors import PlanError, Problem, UsageError
 from framework.guard import check_ranges, settings, typed
 from framework.legality import requirements_of
 from framework.options import describe_component, instance, spoken, typeable, unknown_arguments, unknown_names
-from framework.plan import Requirements, RunPlan
+from framework.plan import STARTS, Requirements, RunPlan
 from framework.plugin_manager import OBJECT_SLOTS, manager_of
 from framework.schema import LIST_SLOTS, RunConfig, TrainerSettings
 
@@ -180,7 +180,7 @@ class Blueprint:
             problem for problem in check_ranges(root) if problem.setting.partition("=")[0] not in self.broken
         ]
         path = root.ckpt_path
-        if path is not None and path != "last" and "://" not in path and not Path(path).exists():
+        if path is not None and path not in STARTS and "://" not in path and not Path(path).exists():
             self.problems.append(Problem(f"ckpt_path={path}", "there is no such file or folder"))
         if not self.problems:
             self.roots[key] = root

@@ -23,7 +23,7 @@ from framework.adapters import lightning_private
 from framework.agreement import gather, ranks, together
 from framework.checkpoint_files import CheckpointError, DamagedError, mark_damaged
 from framework.encoding import decode, encode, tensor_entries
-from framework.plan import Checkpoint, MeshSpec
+from framework.plan import FILE, Checkpoint, MeshSpec
 from framework.state import (
     Entries,
     ModuleState,
@@ -183,9 +183,12 @@ class StateKeeper:
             if ranks()[0] != 0:
                 return ""
             mark_damaged(path, str(damage))
-            left = self.store.newest_complete(self.strategy.plan.run_dir)
+            plan, run = self.strategy.plan, path.resolve().parents[1]
+            if (run / FILE).is_file():  # perhaps another run's
+                plan = plan.with_(run_dir=str(run))
+            left: Checkpoint | None = self.strategy.manager.hook.newest_complete(plan=plan)
             if left is None:
-                raise CheckpointError(f"{damage}; there is no other checkpoint in {self.strategy.plan.run_dir}.")
+                raise CheckpointError(f"{damage}; there is no other checkpoint in {plan.run_dir}.")
             return left.path
 
         chosen = gather(together(f"Loading {path}", choose, CheckpointError))[0]

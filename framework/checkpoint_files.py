@@ -21,9 +21,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +70,16 @@ class Mark:
         step: optimizer steps done.
         saves: number of this save in its folder, from 1: the order of saving, which need not be that of the steps.
         score: value of the monitored metric, None if there is none.
+        better: whether the best score is the `min` or the `max`.
+        saved: when, seconds since the epoch.
     """
 
     path: Path
     step: int
     saves: int
     score: float | None = None
+    better: str = "min"
+    saved: float = 0.0
 
 
 def step_name(step: int) -> str:
@@ -159,6 +165,7 @@ def commit(temporary: Path, final: Path, step: int, world_size: int, hashes: Map
         "step": step,
         "saves": 1 + max((mark.saves for mark in siblings), default=0),
         "world_size": world_size,
+        "saved": time.time(),
         "files": files,
         "hashes": dict(hashes or {}),
     }
@@ -223,7 +230,7 @@ def read_mark(path: str | os.PathLike[str]) -> Mark:
     for name, expected in hashes.items():
         if hashlib.sha256((path / name).read_bytes()).hexdigest() != expected:
             raise DamagedError(f"{path} is damaged: the bytes of {name} aren't those that were written")
-    return Mark(path, step, saves, _score(path))
+    return Mark(path, step, saves, *_score(path), float(mark.get("saved", 0.0)))
 
 
 def _check_sizes(path: Path, files: Mapping[str, int]) -> None:
@@ -238,14 +245,20 @@ def _check_sizes(path: Path, files: Mapping[str, int]) -> None:
             )
 
 
-def _score(path: Path) -> float | None:
+def write_score(path: Path, monitor: str | None, better: str, value: float) -> None:
+    """Add the score to a complete checkpoint."""
+    write_json(path / SCORE, sealed({"monitor": monitor, "better": better, "value": repr(value)}))
+
+
+def _score(path: Path) -> tuple[float | None, str]:
     try:
-        return float(unsealed(path / SCORE)["value"])
+        score = unsealed(path / SCORE)
+        return float(score["value"]), str(score.get("better", "min"))
     except FileNotFoundError:
-        return None
+        return None, "min"
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s can't be read (%s): the checkpoint counts as not scored", path / SCORE, error)
-        return None
+        return None, "min"
 
 
 def mark_damaged(path: Path, why: str) -> None:
@@ -312,4 +325,14 @@ def newest_complete(run_dir: str | os.PathLike[str]) -> Checkpoint | None:
             f"The run has checkpoints in {folder}, but none is complete ({causes}). Nothing was deleted: repair one,"
             f" move the folder away to start from the beginning, or give another one with ckpt_path=PATH"
         )
-    return Checkpoint(str(good[-1].path), good[-1].step) if good else None
+    return Checkpoint(str(good[-1].path), good[-1].step, saved=good[-1].saved) if good else None
+
+
+def best_complete(run_dir: str | os.PathLike[str]) -> Checkpoint | None:
+    """Return the complete checkpoint with the best score of a run, the older of equal ones; None if none is scored."""
+    scored = [mark for mark in marks(folder_of(run_dir))[0] if mark.score is not None and not math.isnan(mark.score)]
+    if not scored:
+        return None
+    sign = -1.0 if scored[-1].better == "max" else 1.0
+    best = min(scored, key=lambda mark: sign * (mark.score or 0.0))
+    return Checkpoint(str(best.path), best.step, saved=best.saved)

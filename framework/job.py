@@ -11,11 +11,10 @@ from typing import Any
 import yaml
 from rich.console import Console, RenderableType
 
-from framework.plan import RunPlan
+from framework.plan import FILE, RunPlan
 from framework.rank_env import external_rank
 
-PLAN = "plan.yaml"
-"""What the workers got, in the folder of the run."""
+PLAN = FILE
 
 
 def claim(folder: Path) -> Path:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import pluggy
 
+from framework.checkpoint_files import best_complete, folder_of
 from framework.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -32,7 +33,7 @@ from framework.errors import (
     UsageError,
 )
 from framework.failures import headline
-from framework.plan import Checkpoint, Failure, RunPlan
+from framework.plan import STARTS, Checkpoint, Failure, RunPlan
 from framework.plugin_manager import manager_for
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Attempt:
     """One start of all ranks.
 
     Attributes:
-        plan: what to run; `ckpt_path` is where this attempt starts from (a path or None, never `last`), and
+        plan: what to run; `ckpt_path` is where this attempt starts from (a path or None, never a word), and
             `fall_back` says whether it was found here.
         number: from 0.
         entry: `module:function` of a `framework.worker.Entry`; what each rank runs.
@@ -209,7 +210,7 @@ def launch(plan: RunPlan, entry: str = TRAIN) -> RunResult:
 
     Raises:
         PlanError: the plan can't be started (time limit, ranks a host).
-        UsageError: no launcher is chosen, or `ckpt_path=last` and there is no complete checkpoint.
+        UsageError: no launcher is chosen, or there is no checkpoint as `ckpt_path` asks for.
         RunFailedError: no process could be started.
     """
     problems = check(plan)
@@ -295,15 +296,23 @@ def _one_attempt(
 
 
 def _first_start(plan: RunPlan, manager: pluggy.PluginManager) -> str | None:
-    """Return where a run starts that has nothing of its own yet; resolves `last`."""
-    if plan.ckpt_path != "last":
-        return plan.ckpt_path
-    newest: Checkpoint | None = manager.hook.newest_complete(plan=plan)
-    if newest is None:
-        raise UsageError(
-            f"ckpt_path=last: there is no complete checkpoint in {plan.run_dir}; type ckpt_path=null to start afresh."
-        )
-    return newest.path
+    """Return where a run starts that has nothing of its own yet; resolves `last`, `best`, `auto` and a run's folder."""
+    asked, run_dir = plan.ckpt_path, plan.run_dir
+    if asked is None:
+        return None
+    if asked not in STARTS:
+        if not folder_of(asked).is_dir():
+            return asked
+        run_dir = asked
+    found: Checkpoint | None
+    if asked == "best":
+        found = best_complete(run_dir)
+    else:
+        found = manager.hook.newest_complete(plan=plan.with_(run_dir=str(Path(run_dir).resolve())))
+    if found is not None or asked == "auto":
+        return None if found is None else found.path
+    what = "checkpoint with a score (checkpoint.monitor)" if asked == "best" else "complete checkpoint"
+    raise UsageError(f"ckpt_path={asked}: there is no {what} in {run_dir}; type ckpt_path=null to start afresh.")
 
 
 def _begun(plan: RunPlan, start: str | None) -> RunPlan:
@@ -314,7 +323,8 @@ def _begun(plan: RunPlan, start: str | None) -> RunPlan:
 def _why(newest: Checkpoint | None, start: str | None) -> str:
     """Say which file an attempt starts from, and why that one."""
     if newest is not None:
-        return f"{newest.path} (step {newest.step}), the newest complete checkpoint of this run"
+        where = "" if newest.tier == "disk" else f", in {newest.tier}"
+        return f"{newest.path} (step {newest.step}{where}), the newest complete checkpoint of this run"
     if start is not None:
         return f"{start}, given as ckpt_path, as this run has no complete checkpoint of its own yet"
     return "the start, as there is no complete checkpoint yet"

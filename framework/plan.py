@@ -17,6 +17,12 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "dp_mod_ep", "ep", "cp", "tp")
 """The same ranks in the same order, with dp_shard cut in two: what experts see. `dp_mod_ep * ep = dp_shard`."""
 
+FILE = "plan.yaml"
+"""What the workers got, in the folder of the run."""
+
+STARTS = ("last", "best", "auto")
+"""Words for `ckpt_path`: the newest complete checkpoint of the run, the best scored one, the newest if there is one."""
+
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Axes whose ranks read different samples."""
 
@@ -113,7 +119,8 @@ class RunPlan:
         num_nodes: hosts; ranks are spread evenly over them.
         timeout_s: of every process group, seconds.
         threads: intra-op threads a rank; None = cores of the host / ranks on it, at least 1.
-        ckpt_path: where attempt 0 starts from: a path, `last` (newest complete of this run_dir) or None.
+        ckpt_path: where attempt 0 starts from: None; a checkpoint; a run's folder (its newest complete one); of this
+            run_dir `last` (its newest), `best` (the best scored) or `auto` (its newest if it has one).
         fall_back: `ckpt_path` was found by the launcher, as the newest: an older one is taken if it turns out damaged.
         on_nonfinite: what all ranks do together when a loss isn't finite or is None on any: `raise` or `skip`.
         trainer: keyword arguments for Lightning's Trainer (`max_steps`, `gradient_clip_val`, ...).
@@ -198,10 +205,19 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint.
+
+    Attributes:
+        path: of its directory.
+        step: optimizer steps done.
+        tier: `disk` or `memory`.
+        saved: when, seconds since the epoch; 0 where nobody noted it.
+    """
 
     path: str
     step: int
+    tier: str = "disk"
+    saved: float = 0.0
 
 
 @dataclass(frozen=True)

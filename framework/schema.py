@@ -90,7 +90,7 @@ class RunConfig:
     threads: int | None = None
     """Intra-op threads a rank; None = cores / ranks."""
     ckpt_path: str | None = None
-    """Start from here: a checkpoint's path, or `last`."""
+    """Start from here: a checkpoint, a run's folder, or of this run `last`, `best`, `auto` (last if there is one)."""
     on_nonfinite: str = "raise"
     """What all ranks do together when a loss isn't finite on any: `raise` or `skip`."""
     run_dir: str = "???"

@@ -67,7 +67,7 @@ def shortened(command: str) -> list[str]:
         return [sys.executable, *words[1:], "--help"]
     assert words[:3] == ["python", "-m", "framework"], f"README shows a command that this test doesn't know: {command}"
     rest = words[3:]
-    if (rest and rest[0] in ("plan", "plugins", "ledger")) or "--help" in rest:
+    if (rest and rest[0] in ("plan", "plugins", "ledger", "export")) or "--help" in rest:
         return [sys.executable, "-m", "framework", *rest]
     if rest and rest[0] == "verify":
         return [sys.executable, "-m", "framework", *rest, "--steps", "2", "global_batch_size=8"]
@@ -117,13 +117,16 @@ def test_command(
 
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_mix(tmp_path: Path) -> None:
+    said = ""
     for command in [command for command, _ in COMMANDS if STORY in command]:
         done = run(command, tmp_path)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        said += done.stdout
     summary = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["mesh"]["tp"]) == ("finished", 3, 2)
     assert summary["resumed_from"]
-    assert "Nothing was trained twice, nothing was left out" in done.stdout
+    assert "Nothing was trained twice, nothing was left out" in said
+    assert list((tmp_path / "runs" / "mine" / "export-safetensors").iterdir())
 
 
 def test_the_page_shows_every_command_and_flag_that_matters() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from framework.testing import RanksError
 from framework_plugins.checkpoint import storage
 
 SLOW_S = 0.5
+KILOBYTES = 400
 
 
 class Scalar(LightningModule):
@@ -119,6 +123,47 @@ def test_p18_a_writer_that_fails_is_told(pool: Any, tmp_path: Path, steps: int) 
         pool.run(train, 2, str(tmp_path), "fsdp", steps, "async", 1, process_group=False)
     assert "rank 0" in str(told.value)
     assert not list(files.folder_of(tmp_path).glob("step-*"))
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_training_goes_on_without_a_checkpoint_where_that_is_asked_for(pool: Any, tmp_path: Path, mode: str) -> None:
+    more = {"on_failure": "go_on"}
+    (steps, _) = pool.run(partial(train, **more), 2, str(tmp_path), "fsdp", 7, mode, 2, process_group=False)
+    assert steps[-1][0] == 7
+    good, damaged = files.marks(files.folder_of(tmp_path))
+    assert ([mark.step for mark in good], damaged) == ([3], [])
+    assert saved(tmp_path, 3)[0] == WEIGHTS[3]
+
+
+SMALL_DISK = """
+set -e
+mkdir -p run/checkpoints
+mount -t tmpfs -o size={kilobytes}k tmpfs run/checkpoints
+"$0" -m framework +strategy=fsdp devices=2 run_dir=run trainer.max_steps=6 checkpoint.every_n_steps=2 threads=1 \\
+    model.width=16 model.layers=2 model.heads=2 model.context=16 global_batch_size=8 trainer.limit_val_batches=1 \\
+    checkpoint.on_failure={on_failure} recovery=none || echo "exit code $?"
+ls run/checkpoints
+"$0" -m framework export run
+"""
+
+
+@pytest.mark.parametrize(("on_failure", "code"), [("go_on", None), ("end", 1)])
+def test_a_full_disk(tmp_path: Path, on_failure: str, code: int | None) -> None:
+    """A real one: there is room for one checkpoint and a half; the first stays good in any case."""
+    script = SMALL_DISK.format(kilobytes=KILOBYTES, on_failure=on_failure)
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, sys.executable],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    text = " ".join((done.stdout + done.stderr).split())  # a table breaks lines
+    if "unshare" in done.stderr and "Operation not permitted" in done.stderr:
+        pytest.skip("this machine doesn't let a test mount a small disk")
+    assert done.returncode == 0, text
+    assert "No space left on device" in text
+    assert ("exit code 1" in text) == (code == 1), text
+    assert "last step-000002 " in text
+    assert "elements: model.safetensors" in text, "the first one is whole"
+    assert ("Training goes on, as checkpoint.on_failure=go_on." in text) == (code is None)
 
 
 def test_waiting_is_what_sync_says(pool: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -47,9 +48,11 @@ def survive(mix: str, planned: list[dict[str, Any]], folder: Path, undisturbed: 
     assert row["survived"], row
 
 
-def measure(mix: str, planned: list[dict[str, Any]], folder: Path, undisturbed: Reference) -> dict[str, Any]:
+def measure(
+    mix: str, planned: list[dict[str, Any]], folder: Path, undisturbed: Reference, *words: str
+) -> dict[str, Any]:
     """Run a mix with kills and return what happened."""
-    result = kills.run(kills.plan_of(mix, folder, planned))
+    result = kills.run(kills.plan_of(mix, folder, planned, *words))
     done = kills.times(folder, "kills.txt")
     firsts = kills.times(folder, "first_steps.txt")
     finished = result.status == "finished" and result.restarts == len(done) > 0
@@ -62,6 +65,7 @@ def measure(mix: str, planned: list[dict[str, Any]], folder: Path, undisturbed: 
         "survived": finished and distance <= BOUND and not wrong and own_link == link,
         "ledger": wrong,
         "restarts": result.restarts,
+        "resumed_from": result.resumed_from,
         "difference": distance,
         "kill_to_first_step_s": [min((at - kill for at in firsts if at > kill), default=None) for kill in done],
         "reason": result.describe(),
@@ -102,6 +106,79 @@ def test_one_kill_more_than_allowed_ends_clearly(tmp_path: Path) -> None:
     assert (result.status, result.exit_code, result.restarts) == ("failed", 1, 1)
     assert result.describe().startswith("Rank 1 was killed by signal 9 (SIGKILL)")
     assert "recovery.max_restarts=1" in result.describe()
+
+
+def resized(folder: Path, chance: random.Random) -> list[str]:
+    """Make the steps in three launches under mixes drawn by chance, each with a kill or without; return the mixes."""
+    mixes = []
+    for until in (chance.randint(2, 3), chance.randint(4, 6), kills.STEPS):
+        mix = chance.choice(list(MIXES))
+        planned = [kills.draw(chance, mix, chance.choice(MOMENTS))] if chance.random() < 0.7 else []
+        plan = kills.plan_of(mix, folder, planned, "ckpt_path=auto")
+        result = kills.run(plan.with_(trainer={**plan.trainer, "max_steps": until}))
+        assert result.status == "finished", result.describe()
+        mixes.append(mix)
+    return mixes
+
+
+def test_kills_and_resizes_lose_no_sample_and_repeat_none(tmp_path: Path, undisturbed: Reference) -> None:
+    """A seeded sample of the campaign: one run of three launches under different mixes."""
+    mixes = resized(tmp_path, random.Random(f"{SEED} resized 1"))
+    assert len(set(mixes)) > 1
+    assert kills.ledger(tmp_path) == ([], undisturbed("ddp 2")[1])
+
+
+@pytest.mark.campaign
+def test_campaign_of_kills_and_resizes(tmp_path: Path, undisturbed: Reference) -> None:
+    """Thirty runs of three launches each, kills in most of them; figures go to `tests/campaign/resizes.json`."""
+    rows = []
+    for number in range(30):
+        folder = tmp_path / str(number)
+        mixes = resized(folder, random.Random(f"{SEED} resized {number}"))
+        wrong, link = kills.ledger(folder)
+        rows.append({"mixes": mixes, "findings": wrong, "same_order": link == undisturbed("ddp 2")[1]})
+    whole = sum(not row["findings"] and row["same_order"] for row in rows)
+    keep("resizes", {"seed": SEED, "runs": len(rows), "whole": whole, "rows": rows})
+    assert whole == len(rows), [row for row in rows if row["findings"] or not row["same_order"]]
+
+
+def in_a_save(number: int, folder: Path, undisturbed: Reference) -> dict[str, Any]:
+    """Kill a rank at a moment of an asynchronous save, from its copying to its commit and a little after."""
+    chance = random.Random(f"{SEED} asynchronous {number}")
+    mix = chance.choice([mix for mix in MIXES if " x " not in mix])
+    kill = kills.draw(chance, mix, "save")
+    kill |= {"step": chance.choice((2, 4, 6)), "delay_s": round(chance.uniform(0, 0.06), 4)}
+    row = measure(mix, [kill], folder, undisturbed, "checkpoint.mode=async")
+    start = row.pop("resumed_from")
+    row["lost_steps"] = kill["step"] - (0 if start is None else int(Path(start).name.partition("-")[2]))
+    return row
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_kill_in_an_asynchronous_save(number: int, tmp_path: Path, undisturbed: Reference) -> None:
+    """A seeded sample of the campaign."""
+    row = in_a_save(number, tmp_path, undisturbed)
+    assert row["survived"], row
+    assert row["lost_steps"] <= kills.EVERY, "it goes on from that save or from the one before"
+
+
+@pytest.mark.campaign
+def test_campaign_of_kills_in_asynchronous_saves(tmp_path: Path, undisturbed: Reference) -> None:
+    """Two hundred; figures go to `tests/campaign/save_kills.json`."""
+    rows = []
+    for number in range(200):
+        rows.append(in_a_save(number, tmp_path / str(number), undisturbed))
+        shutil.rmtree(tmp_path / str(number))
+    good = [row for row in rows if row["survived"] and row["lost_steps"] <= kills.EVERY]
+    figures = {
+        "seed": SEED,
+        "kills": len(rows),
+        "recovered": len(good),
+        "from_that_save_or_a_later_one": sum(row["lost_steps"] <= 0 for row in rows),
+        "largest_difference": max(row["difference"] for row in rows),
+    }
+    keep("save_kills", figures)
+    assert len(good) == len(rows), [row for row in rows if row not in good]
 
 
 @pytest.mark.campaign

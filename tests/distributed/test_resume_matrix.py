@@ -1,8 +1,8 @@
 """Saved under one mix, gone on with under another: the end is that of one process that was never stopped.
 
 Weights, momentum, learning-rate schedule and data position (shuffled, in the middle of an epoch) all take part: if one
-of them were lost, the weights at the end would differ. The campaign runs every ordered pair; the suite a third of them,
-drawn by a seed, in which each mix is saved under and gone on with twice.
+of them were lost, the weights at the end would differ. The campaign runs every ordered pair; the suite a few, drawn by
+a seed, in which each mix is saved under and gone on with once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from framework.plan import RunPlan
 from framework.testing import plan
 
 STOP = 3
+ZERO = "precision=fp32 strategy=deepspeed strategy.stage="  # its engine has no fp64
+BOUNDS = {"fp64": 1e-12, "fp32": 1e-6}
+"""How far weights may be from those of the run that was never stopped, norm by norm."""
 MIXES = {
     mix.name: mix
     for mix in (
@@ -34,6 +37,15 @@ MIXES = {
         Mix("fsdp x tp", 4, "strategy=fsdp tp=dtensor activation=full"),
         Mix("fsdp x gpipe", 4, "strategy=fsdp pp=gpipe"),
         Mix("fsdp x megatron", 4, "strategy=fsdp tp=megatron tp.sequence_parallel=true tp.loss_parallel=true"),
+        Mix("one process", 1),
+        Mix("hybrid 2 x 2", 4, "strategy=fsdp strategy.replicas=2"),
+        Mix("ring x fsdp", 4, "strategy=fsdp cp=ring"),
+        Mix("ulysses", 2, "cp=ulysses"),
+        Mix("interleaved x ddp", 4, "pp=interleaved_1f1b strategy=ddp"),
+        Mix("1f1b x tp x fsdp", 8, "pp=1f1b tp=dtensor strategy=fsdp"),
+        Mix("ZeRO 1", 2, f"{ZERO}1"),
+        Mix("ZeRO 2", 2, f"{ZERO}2"),
+        Mix("ZeRO 3", 2, f"{ZERO}3"),
     )
 }
 
@@ -97,7 +109,7 @@ def saved(pool: Any, name: str, folder: Path) -> Path:
 def pairs() -> list[Any]:
     """Return all ordered pairs; those outside of the sample belong to the campaign."""
     order = random.Random(0).sample(list(MIXES), len(MIXES))
-    sample = {(one, order[(at + shift) % len(order)]) for at, one in enumerate(order) for shift in (1, 3)}
+    sample = {(one, order[(at + shift) % len(order)]) for at, one in enumerate(order) for shift in (1,)}
     return [pytest.param(*pair, marks=() if pair in sample else pytest.mark.campaign) for pair in product(MIXES, MIXES)]
 
 
@@ -106,7 +118,9 @@ def test_a_run_goes_on_under_any_other_mix(pool: Any, folder: Path, before: str,
     whole, losses, _ = uninterrupted(pool, folder)
     weights, later, steps = run(pool, MIXES[after], STEPS, folder, start=saved(pool, before, folder))
     assert steps == STEPS
-    assert later == pytest.approx(losses[STOP:], rel=1e-9)
+    lowest = "fp32" if "fp32" in {MIXES[name].settings["precision"] for name in (before, after)} else "fp64"
+    assert later == pytest.approx(losses[STOP:], rel={"fp64": 1e-9, "fp32": 1e-5}[lowest])
     assert weights.keys() == whole.keys()
     for name, tensor in whole.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12, msg=name)
+        distance = float((weights[name].double() - tensor).norm() / tensor.norm())
+        assert distance <= BOUNDS[lowest], f"{name}: {distance:.1e}"

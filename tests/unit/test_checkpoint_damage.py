@@ -32,7 +32,7 @@ FLIPS = 500
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / files.FOLDER / files.step_name(4)
     ShardedStore().save(str(path), TENSORS, META)
-    files.write_json(path / files.SCORE, files.sealed({"monitor": "loss", "value": "0.5"}))
+    files.write_score(path, "loss", "min", 0.5)
     return path
 
 

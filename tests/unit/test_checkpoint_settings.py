@@ -61,6 +61,7 @@ def test_p15_a_changed_length_is_found_and_progress_is_none(key):
         ("save_top_k", -2, "-1 for all"),
         ("monitor_mode", "least", "checkpoint.monitor_mode=min"),
         ("mode", "later", "checkpoint.mode=auto"),
+        ("on_failure", "retry", "checkpoint.on_failure=end"),
         ("save_last", "copy", "link or none"),
     ],
 )

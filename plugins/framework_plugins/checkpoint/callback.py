@@ -24,6 +24,7 @@ from framework.checkpoint import schedule_changes
 from framework.checkpoint_files import CheckpointError, Mark
 from framework.encoding import encode
 from framework.errors import UsageError
+from framework_plugins.checkpoint import memory
 from framework_plugins.checkpoint.dcp import DCP
 from framework_plugins.checkpoint.store import ShardedStore, Took
 
@@ -102,6 +103,9 @@ class Checkpoints(Checkpoint):
         super().__init__()
         self.settings = settings
         self.folder = files.folder_of(run_dir)
+        self._run_dir = run_dir
+        self._memory = files.folder_of(memory.root_of(run_dir, settings.memory_dir))
+        self._remembered_step = 0
         self.best_model_path = ""
         """Path of the best checkpoint so far; the newest one without `monitor`. Lightning's `ckpt_path="best"`."""
         self.best_model_score: float | None = None
@@ -133,28 +137,47 @@ class Checkpoints(Checkpoint):
                 self.settle(trainer)
                 together(f"Tidying {self.folder}", lambda: self._tidy(path, score), CheckpointError)
             return str(path)
-        self.settle(trainer)
         if score is not None:
             self._scores[path] = score
+        if self._save(trainer, path):
+            self._saved_step, self._here = trainer.global_step, True
+        return str(path)
+
+    def _save(self, trainer: Trainer, path: Path) -> bool:
+        """Save to `path`; return False if that failed and training goes on. Collective."""
+        self.settle(trainer)
         if self.settings.mode == "auto":
             self.store.background = trainer.strategy.broadcast(self.pace.background)
         self.pace.begin()
-        trainer.save_checkpoint(path)
-        self._saved_step, self._here = trainer.global_step, True
+        try:
+            trainer.save_checkpoint(path)
+        except CheckpointError as error:
+            self._failed(error)
+            return False
         if not self.store.background:
             self.settle(trainer)
-        return str(path)
+        return True
 
     def settle(self, trainer: Trainer) -> None:
         """Wait until all is saved, and learn from rank 0 which is best. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if the save in flight failed.
+            CheckpointError: on all ranks, if the save in flight failed, unless `on_failure` says to go on.
         """
-        self.store.wait()
+        try:
+            self.store.wait()
+        except CheckpointError as error:
+            self._failed(error)
         if self.store.last is not None:
             self.pace.end(self.store.last, self.store.background)
         self.best_model_path, self.best_model_score = trainer.strategy.broadcast(self._best_now)
+
+    def _failed(self, error: CheckpointError) -> None:
+        if self.settings.on_failure == "end":
+            raise error
+        self._here = False  # the next one is tried, at the same step too
+        if ranks()[0] == 0:
+            log.warning("%s Training goes on, as checkpoint.on_failure=go_on.", error)
 
     # -- when ------------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,8 +188,12 @@ class Checkpoints(Checkpoint):
         self.store.on_commit = self._committed
 
     def _committed(self, path: Path) -> None:
-        if path.parent == self.folder:  # and not another callback's
+        if path.parent == self.folder:
             self._tidy(path, self._scores.pop(path, None))
+        elif path.parent == self._memory:  # and not another callback's
+            for mark in files.marks(self._memory)[0]:
+                if mark.path != path:
+                    files.remove(mark.path)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -175,7 +202,13 @@ class Checkpoints(Checkpoint):
         self._at_last_batch = lightning_private.at_last_batch(trainer)
         self.pace.step(self.store.saving)
         every, step = self.settings.every_n_steps, trainer.global_step
-        if not self._on or not every or step % every or step == self._saved_step:
+        if not self._on or step == self._saved_step:
+            return
+        if not every or step % every:
+            often = self.settings.memory_every_n_steps
+            if often and not step % often and step != self._remembered_step and not self._at_last_batch:
+                self._remembered_step = step
+                self._save(trainer, self._memory / files.step_name(step))
             return
         self._save_when_over(trainer, self._value(trainer, "train"))
 
@@ -205,6 +238,8 @@ class Checkpoints(Checkpoint):
         if self._on and trainer.global_step != self._saved_step:
             self.save(trainer)
         self.settle(trainer)
+        if self.settings.memory_every_n_steps and ranks()[0] == 0:
+            memory.clear(self._run_dir, self.settings.memory_dir)  # what is on disk is newer
 
     def _save_when_over(self, trainer: Trainer, score: float | None = None) -> None:
         """Save this step now, or at the end of an epoch when that is over."""
@@ -247,8 +282,7 @@ class Checkpoints(Checkpoint):
         if ranks()[0] != 0:
             return
         if score is not None:
-            content = files.sealed({"monitor": self.settings.monitor, "value": repr(score)})
-            files.write_json(path / files.SCORE, content)
+            files.write_score(path, self.settings.monitor, self.settings.monitor_mode, score)
         if self.settings.save_last == "link":
             files.link_last(path)
         marks, damaged = files.marks(self.folder)

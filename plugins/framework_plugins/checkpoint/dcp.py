@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from framework import Problem, RunPlan, hookimpl
-from framework.checkpoint_files import newest_complete
 from framework.plan import Checkpoint
+from framework_plugins.checkpoint.memory import newest
 
 if TYPE_CHECKING:
     from framework_plugins.checkpoint.callback import Checkpoints
@@ -30,9 +30,14 @@ class DCP:
         monitor: name of the logged metric that says which is best; null = the newest counts.
         monitor_mode: whether the best metric is the `min` or the `max`.
         save_last: `link` = `checkpoints/last` points to the newest; `none` = no link.
+        memory_every_n_steps: optimizer steps between two saves into this host's main memory, from which a restart takes
+            it if it is the newest; 0 = none. The newest is kept; they are gone with the host, or when the run is done.
+        memory_dir: folder of a memory file system; null = `/dev/shm`.
         mode: `async` = training goes on as soon as each rank has copied what it holds, and a thread writes (twice the
             memory of the state); `sync` = training waits until all is on disk; `auto` = the first save is waited
             for, and the rest as well if the steps beside a save lost more time than waiting takes.
+        on_failure: when a checkpoint can't be written (full disk): `end` = all ranks end with the error; `go_on` =
+            training goes on, with a warning, and the next save is tried.
     """
 
     every_n_steps: int = 100
@@ -42,6 +47,9 @@ class DCP:
     monitor_mode: str = "min"
     save_last: str = "link"
     mode: str = "auto"
+    on_failure: str = "end"
+    memory_every_n_steps: int = 0
+    memory_dir: str | None = None
 
     @hookimpl
     def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
@@ -53,6 +61,12 @@ class DCP:
                 "it is a count of optimizer steps",
                 "checkpoint.every_n_steps=100",
             ),
+            (
+                "memory_every_n_steps",
+                self.memory_every_n_steps >= 0,
+                "it is a count of optimizer steps",
+                "checkpoint.memory_every_n_steps=10",
+            ),
             ("keep", self.keep >= 1, "the newest checkpoint is always kept", "checkpoint.keep=1"),
             ("save_top_k", self.save_top_k >= -1, "it is a count, or -1 for all", "checkpoint.save_top_k=-1"),
             (
@@ -63,6 +77,7 @@ class DCP:
             ),
             ("save_last", self.save_last in ("link", "none"), "it is link or none", "checkpoint.save_last=link"),
             ("mode", self.mode in ("auto", "async", "sync"), "it is auto, async or sync", "checkpoint.mode=auto"),
+            ("on_failure", self.on_failure in ("end", "go_on"), "it is end or go_on", "checkpoint.on_failure=end"),
         ]
         return [
             Problem(f"checkpoint.{name}={getattr(self, name)}", reason, fix)
@@ -72,8 +87,8 @@ class DCP:
 
     @hookimpl
     def newest_complete(self, plan: RunPlan) -> Checkpoint | None:
-        """Return the newest complete checkpoint of this run; see `framework.checkpoint_files.newest_complete`."""
-        return newest_complete(plan.run_dir)
+        """Return the newest complete checkpoint of this run, in memory or on disk."""
+        return newest(plan.run_dir, self.memory_dir)
 
     @hookimpl
     def make_checkpoint_io(self, plan: RunPlan) -> ShardedStore:
