@@ -222,9 +222,29 @@ def _memory(plan: RunPlan, model: LightningModule) -> list[RenderableType]:
             "On top come activations and, during a step, at most so many gathered: whole parameters put together from"
             " their shards."
         )
+    told += _too_much(plan, max(held.total for held in ranks))
     if any(held.optimizer_bytes is None for held in ranks):
         told.append("The optimizer can't be made without a Trainer (configure_optimizers): its state isn't known yet.")
     return [_heading(f"Memory a rank, {unit}"), table, Text("\n".join(told))]
+
+
+def _too_much(plan: RunPlan, need: int) -> list[str]:
+    """Return a warning if a rank needs more than it has, as far as that is known here."""
+    import psutil
+    import torch
+
+    if plan.accelerator == "cpu":
+        have = int(psutil.virtual_memory().total) // plan.local_world_size
+    elif torch.cuda.is_available():
+        have = torch.cuda.get_device_properties(0).total_memory
+    else:
+        return []
+    if need <= have:
+        return []
+    return [
+        f"Warning: a rank needs {need / 2**30:,.1f} GiB before any activation, and has {have / 2**30:,.1f} GiB: it will"
+        " run out of memory. Type +strategy=fsdp, or more devices."
+    ]
 
 
 _COLUMNS = ("parameters", "weights", "gradients", "optimizer", "sum", "gathered")

@@ -23,6 +23,11 @@ SYMPTOM = re.compile(
 )
 """What a rank says when another one is gone. Never the headline while any other failure is known."""
 
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|can't allocate memory|cannot allocate memory|bad_alloc|^MemoryError", re.IGNORECASE
+)
+"""What torch's allocators, C++ and Python say when there is no memory left."""
+
 SYMPTOM_SIGNALS = (signal.SIGABRT, signal.SIGTERM)
 """Signals that may follow from another rank's end: gloo calls `std::terminate` when it loses a peer in a callback."""
 
@@ -49,6 +54,18 @@ def signal_name(number: int) -> str:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:
         return f"signal {number}"
+
+
+def oom_kills() -> int:
+    """Return how many processes of this control group the kernel has killed for memory; 0 where it doesn't say."""
+    group = Path("/proc/self/cgroup")
+    places = [line.rpartition(":")[2].lstrip("/") for line in group.read_text().splitlines()] if group.exists() else []
+    for place in (*places, ""):
+        events = Path("/sys/fs/cgroup", place, "memory.events")
+        if events.is_file():
+            counts = dict(line.split() for line in events.read_text().splitlines())
+            return int(counts.get("oom_kill", 0))
+    return 0
 
 
 def doubt(failure: Failure) -> int:

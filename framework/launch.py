@@ -11,7 +11,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -152,6 +152,13 @@ class RestartPolicy(Protocol):
         """
         ...
 
+    def adapt(self, plan: RunPlan, failures: Sequence[Failure]) -> tuple[RunPlan, str] | None:
+        """Return the plan that further attempts need after these failures, and why as a sentence; None = the same one.
+
+        Asked before `why_not`, which isn't asked then: it must come to an end by itself.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -261,7 +268,7 @@ def _attempts(
     policy: RestartPolicy | None = manager.hook.make_restart_policy(plan=plan)
     start = _first_start(plan, manager)
     previous: Failure | None = None
-    restarts = 0
+    restarts = adaptations = 0
     while True:
         outcome = launcher.run(Attempt(_begun(plan, start), restarts, entry, stop))
         if outcome.status != "failed":
@@ -272,9 +279,15 @@ def _attempts(
         again = newest.path if newest is not None else _first_start(plan, manager)
         if policy is None:
             return _result(outcome, stop, restarts, start, "Not started again: no recovery is chosen.")
-        why_not = policy.why_not(failure, restarts, previous, progressed=again != start)
-        if why_not is not None:
-            return _result(outcome, stop, restarts, start, why_not)
+        adapted = policy.adapt(plan, outcome.failures)
+        if adapted is not None:
+            plan, why = adapted
+            adaptations += 1
+            log.warning("%s", why)
+        else:
+            why_not = policy.why_not(failure, restarts - adaptations, previous, progressed=again != start)
+            if why_not is not None:
+                return _result(outcome, stop, restarts, start, why_not)
         if stop.requested:
             return _result(outcome, stop, restarts, start, "Not started again: the run was asked to stop.")
         restarts += 1

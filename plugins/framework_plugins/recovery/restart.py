@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from signal import SIGKILL
 from typing import TYPE_CHECKING
 
 from framework.errors import EXIT_USAGE
+from framework.failures import OUT_OF_MEMORY, oom_kills
 from framework.hookspecs import hookimpl
 from framework.plan import Failure, RunPlan
 
@@ -20,11 +22,18 @@ class Restart:
 
     Attributes:
         max_restarts: attempts after the first one, in the whole run.
+        on_out_of_memory: what becomes of a run in which a rank has run out of memory: `halve` = it goes on with
+            micro-batches half as large and twice as many of them, the same global batch; those restarts don't count.
+            `fail` = a failure like others.
     """
 
     max_restarts: int = 3
+    on_out_of_memory: str = "halve"
 
     def __post_init__(self) -> None:
+        self._oom_kills = oom_kills()
+        if self.on_out_of_memory not in ("halve", "fail"):
+            raise ValueError(f"recovery.on_out_of_memory={self.on_out_of_memory}: it is halve or fail.")
         if self.max_restarts < 0:
             raise ValueError(f"recovery.max_restarts={self.max_restarts}: it is a count, 0 or more.")
 
@@ -39,6 +48,28 @@ class Restart:
         from framework.stopping import SaveAndStop
 
         return [SaveAndStop(plan)]
+
+    def adapt(self, plan: RunPlan, failures: Sequence[Failure]) -> tuple[RunPlan, str] | None:
+        """After a rank ran out of memory cut its batches; see `framework.launch.RestartPolicy`."""
+        kills, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
+        starved = [
+            one for one in failures if OUT_OF_MEMORY.search(one.message) or (kills and one.exit_code == -SIGKILL)
+        ]
+        if not starved or self.on_out_of_memory == "fail":
+            return None
+        batch = plan.batch
+        pieces = next((n for n in range(2, batch.micro_batch_size + 1) if batch.micro_batch_size % n == 0), None)
+        if pieces is None:
+            return None  # one sample is the least
+        cut = "microbatches" if plan.mesh.pp > 1 else "accumulation"
+        more = pieces * getattr(batch, cut)
+        smaller = replace(batch, micro_batch_size=batch.micro_batch_size // pieces, **{cut: more})
+        told = (
+            f"Rank {starved[0].rank} ran out of memory with {batch.micro_batch_size} samples a micro-batch: from now "
+            f"on {smaller.micro_batch_size}, and {cut} {more} in the place of {getattr(batch, cut)}. "
+            f"The global batch stays {batch.global_batch_size}."
+        )
+        return plan.with_(batch=smaller), told
 
     def why_not(self, failure: Failure, restarts: int, previous: Failure | None, progressed: bool) -> str | None:
         """Return None to start again, or why not; see `framework.launch.RestartPolicy`."""
