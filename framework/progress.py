@@ -18,6 +18,8 @@ from framework.report import Report
 
 LINE_EVERY_S = 5.0
 REDRAW_EVERY_S = 0.1
+SHOWN_WAIT = 0.05
+"""Share of a step from which waiting for batches is shown: more workers would help."""
 
 
 class Progress(ProgressBar):
@@ -128,10 +130,12 @@ class Progress(ProgressBar):
         """Return what is known: losses and rate."""
         report = self.report
         samples, tokens = report.rates()
+        wait = report.data_wait() or 0.0
         return [
             *([] if report.loss is None else [f"loss {report.loss:.4f}"]),
             *([] if report.val_loss is None else [f"val {report.val_loss:.4f}"]),
             *([f"{tokens:,.0f} tokens/s"] if tokens else [f"{samples:,.0f} samples/s"] if samples else []),
+            *([f"data wait {wait:.0%}"] if wait >= SHOWN_WAIT else []),
         ]
 
     def _show(self) -> None:

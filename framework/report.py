@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from framework.clock import Clock, Clocked
 from framework.curves import TRAIN_LOSS, VAL_LOSS, pick
+from framework.ledger.numbering import Tray
 from framework.loaders import Loader
 from framework.plan import RunPlan
 from framework.precision import local
@@ -64,7 +65,10 @@ class Report(Callback):
         self._weights = 0.0
         """Weight of those steps over all ranks; stays 0 if the module returns none."""
         self._counted = 0.0
-        self._marks: deque[tuple[float, float, int]] = deque([(0.0, 0.0, 0)], maxlen=20)
+        self._marks: deque[tuple[float, float, int, float]] = deque([(0.0, 0.0, 0, 0.0)], maxlen=20)
+        self._tray: Tray | None = None
+        self._waited = 0.0
+        """Seconds that batches were waited for before this attempt's first step was done."""
         self._window: Counter | None = None
         self._since: float | None = None
         self._paused = 0.0
@@ -87,6 +91,8 @@ class Report(Callback):
         self.timeline["train_start"] = time.time()
         window = getattr(trainer.strategy, "window", None)
         self._window = window if isinstance(window, Counter) else None  # asked once: each step it would cost 90 us
+        tray = getattr(trainer.train_dataloader, "tray", None)
+        self._tray = tray if isinstance(tray, Tray) else None
         self.clock.start_step = self.clock.step = trainer.global_step
         self.clock.count_samples = lambda: self._samples(trainer)
         old = read_summary(Path(self.plan.run_dir) / WORKER_SUMMARY) if trainer.is_global_zero else {}
@@ -127,7 +133,10 @@ class Report(Callback):
             self.timeline["first_step"] = time.time()
         if self._first is None and self.loss is not None:
             self._first = (step, self.loss)
-        self._marks.append((self._seconds, self._weights, step - self.clock.start_step - 1))
+        waited = 0.0 if self._tray is None else self._tray.waited_s
+        if not warm:
+            self._waited = waited
+        self._marks.append((self._seconds, self._weights, step - self.clock.start_step - 1, waited - self._waited))
         if trainer.is_global_zero and (not warm or now - self._written > WRITE_EVERY_S):
             self.write(trainer)
 
@@ -161,11 +170,16 @@ class Report(Callback):
 
     def rates(self) -> tuple[float, float | None]:
         """Return samples and tokens a second over all ranks in the last steps; tokens None without weights."""
-        (since, weight, step), (now, weight_now, step_now) = self._marks[0], self._marks[-1]
+        (since, weight, step, _), (now, weight_now, step_now, _) = self._marks[0], self._marks[-1]
         if now <= since:
             return 0.0, None
         samples = (step_now - step) * self.plan.batch.global_batch_size / (now - since)
         return samples, (weight_now - weight) / (now - since) if weight_now > weight else None
+
+    def data_wait(self) -> float | None:
+        """Return which share of the last steps' time was spent waiting for batches; None before the second step."""
+        (since, _, _, before), (now, _, _, waited) = self._marks[0], self._marks[-1]
+        return None if now <= since else min(1.0, (waited - before) / (now - since))
 
     def write(self, trainer: Trainer, finished: bool = False) -> None:
         """Write `worker_summary.json` at once (rank 0 only)."""
@@ -193,6 +207,7 @@ class Report(Callback):
             "tokens_per_second": self._weights / self._seconds if self._seconds and self._weights else None,
             "samples_per_second": samples / self._seconds if self._seconds else None,
             "step_ms_p50": 1000 * median(times) if times else None,
+            "data_wait": self._marks[-1][3] / self._seconds if self._seconds else None,
             "peak_rss_mb": [round(rank["peak_rss_mb"], 1) for rank in ranks],
             "peak_device_mb": [rank["peak_device_mb"] for rank in ranks] if peak_device_mb() is not None else None,
             "params": sum(stages.values()) or None,

@@ -51,6 +51,11 @@ def main() -> None:
     pipelines.add_argument("--micros", type=int, default=8, help="micro-batches of a batch")
     pipelines.add_argument("--steps", type=int, default=12, help="steps that are measured")
     pipelines.add_argument("--forward-ms", type=float, default=10.0, help="of a sample on a rank; backward: twice that")
+    savings = commands.add_parser(
+        "savings", help="accumulation, 16 bit, activation checkpointing: memory saved, and loss"
+    )
+    savings.add_argument("--steps", type=int, default=400, help="optimizer steps after which losses are compared")
+    savings.add_argument("--seeds", type=int, default=3)
     start = commands.add_parser("start", help="from the command to the first step, and from kill -9 to the next one")
     start.add_argument("--rounds", type=int, default=3)
     ledger = commands.add_parser("ledger", help="what always writing down the trained samples costs a step")
@@ -99,6 +104,11 @@ def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
             arguments.schedules, pipelines.Settings(**{name: getattr(arguments, name) for name in names})
         )
         return report, pipelines.table(report)
+    if arguments.command == "savings":
+        from benchmarks import savings
+
+        report = savings.measure(arguments.steps, arguments.seeds)
+        return report, savings.table(report)
     if arguments.command == "checkpoint":
         from benchmarks import checkpoint
 

@@ -9,6 +9,7 @@ doesn't look for workers comes as often as there are any, and one that does is c
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -130,16 +131,26 @@ class Collate:
 
 
 class Tray:
-    """The batches that a loader has given and nobody has trained yet, each with its numbers."""
+    """The batches that a loader has given and nobody has trained yet, each with its numbers.
+
+    Attributes:
+        waited_s: how long training has waited for batches of this loader, seconds.
+    """
 
     def __init__(self) -> None:
+        self.waited_s = 0.0
         self._waiting: deque[Numbered] = deque()
         self._last: Numbered | None = None
 
     def unpack(self, rows: Iterator[Numbered]) -> Iterator[Any]:
         """Yield the batches of a new iteration as the user knows them."""
         self._waiting.clear()
-        for row in rows:
+        while True:
+            since = time.perf_counter()
+            row = next(rows, None)
+            self.waited_s += time.perf_counter() - since
+            if row is None:
+                return
             self._waiting.append(row)
             yield row.batch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from plans import make_plan
 from rich.console import Console
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+from user_modules import Mlp
 
+import framework
 from framework.curves import draw_loss, read_table
 from framework.plan import BatchSpec, MeshSpec, RunPlan
+from framework.progress import Progress
 from framework.report import Report
 from framework.summary import end_table, finish_summary, read_summary, short, sweep_table, write_summary
 from framework_plugins.logger.csv import Csv
@@ -224,3 +229,35 @@ def plain(renderable: Any) -> str:
     Console(file=out, width=80).print(renderable)
     assert "\x1b" not in out.getvalue()
     return out.getvalue()
+
+
+class Slow(Dataset[dict[str, torch.Tensor]]):
+    """Takes its time over each sample."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(self.seconds)
+        return {"x": torch.ones(4) * index, "y": torch.ones(4)}
+
+
+def train_slowly(run_dir: str, seconds: float) -> None:
+    plan = make_plan(1, micro_batch_size=4, run_dir=run_dir, trainer={"limit_val_batches": 0})
+    framework.Trainer(plan).fit(Mlp(), DataLoader(Slow(seconds)))
+
+
+@pytest.mark.parametrize(("seconds", "least", "most"), [(0.05, 0.7, 1.0), (0.0, 0.0, 0.6)])
+def test_waiting_for_data_is_measured(pool: Any, tmp_path: Path, seconds: float, least: float, most: float) -> None:
+    pool.run(train_slowly, 1, str(tmp_path), seconds, process_group=False)
+    assert least <= read_summary(tmp_path / "worker_summary.json")["data_wait"] <= most
+
+
+@pytest.mark.parametrize(("wait", "shown"), [(0.123, ["data wait 12%"]), (0.01, []), (None, [])])
+def test_waiting_for_data_is_shown_where_it_matters(tmp_path: Path, wait: float | None, shown: list[str]) -> None:
+    report = Report(RunPlan(run_id="r", run_dir=str(tmp_path)))
+    report.data_wait = lambda: wait  # type: ignore[method-assign]
+    assert Progress(report)._figures() == shown
