@@ -85,7 +85,10 @@ class CheckpointStore(Protocol):
         """
 
     def wait(self) -> None:
-        """Return when no save is in flight; raise CheckpointError on all ranks if the last one failed. Collective."""
+        """Return when no save is in flight; raise CheckpointError on all ranks if the last one failed. Collective.
+
+        A store whose `save` returns when all is durable needs no such method.
+        """
 
     def entries(self, path: str) -> Entries:
         """Names, dtypes and global shapes of all saved tensors. Not collective."""
@@ -143,6 +146,8 @@ class StateKeeper:
         self.wait()
         save_checkpoint(self.store, checkpoint, str(path), self.strategy.plan.mesh)
         self._untold = (str(path), int(checkpoint["global_step"]))
+        if not getattr(self.store, "saving", False):
+            self.wait()
 
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Fill the module, and in `fit` the optimizers. Collective. Returns Lightning's dict.
@@ -156,13 +161,17 @@ class StateKeeper:
         fitting = self.module.trainer.state.fn == "fit"
         if fitting:
             lightning_private.resume_cleanly(self.module.trainer)
+        tried: set[Path] = set()
         while True:
             try:
                 return self.read(str(path), fitting)
             except DamagedError as damage:
+                tried.add(Path(path))
                 if not self.strategy.plan.fall_back:
                     raise
                 path = self._before(Path(path), damage)
+                if Path(path) in tried:  # it couldn't be marked
+                    raise
                 lightning_private.resume_from(self.module.trainer, path)
 
     def read(self, path: str, fitting: bool) -> dict[str, Any]:
@@ -201,13 +210,12 @@ class StateKeeper:
 
     def wait(self) -> None:
         """Return when everything saved is durable; tell the plugins what is complete now. Collective."""
-        if self._store is None:
-            return
-        self._store.wait()
-        if self._untold is not None and ranks()[0] == 0:
-            path, step = self._untold
-            self.strategy.manager.hook.on_checkpoint_saved(path=path, step=step)
-        self._untold = None
+        untold, self._untold = self._untold, None  # a save that failed is told to nobody
+        wait = getattr(self._store, "wait", None)  # stores that are done when `save` returns need none
+        if wait is not None:
+            wait()
+        if untold is not None and ranks()[0] == 0:
+            self.strategy.manager.hook.on_checkpoint_saved(path=untold[0], step=untold[1])
 
     def remove(self, path: str | PathLike[str]) -> None:
         """Delete a checkpoint on rank 0; the others wait. What is to take its place is durable before."""

@@ -120,7 +120,7 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds a sealed value; one without a seal is of format 1.
+    """Read a JSON file that holds a sealed value; one without a seal and of format 1, or of none, is old.
 
     Raises:
         OSError: it can't be read.
@@ -131,12 +131,15 @@ def unsealed(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}")
     seal = value.pop(SEAL, None)
-    if (seal is not None or value.get("format") != 1) and json.dumps(sealed(value)).encode() != content:
+    old = seal is None and value.get("format", 0 if set(value) == SCORE_KEYS else 2) <= 1
+    if not old and json.dumps(sealed(value)).encode() != content:
         raise ValueError("its bytes aren't those that were written")
     return value
 
 
 SEAL = "sha256"
+SCORE_KEYS = {"monitor", "value"}
+"""What a score file had before it was sealed."""
 
 
 def sync_folder(path: Path) -> None:
@@ -170,10 +173,15 @@ def commit(temporary: Path, final: Path, step: int, world_size: int, hashes: Map
         "hashes": dict(hashes or {}),
     }
     write_json(temporary / META, sealed(mark))
+    older = final.with_name(f".{final.name}.removed")
     if final.is_dir() and not final.is_symlink():
-        remove(final)
+        if older.exists():
+            shutil.rmtree(older)
+        final.rename(older)  # deleted below, when the new one is in its place
     temporary.rename(final)
     sync_folder(final.parent)
+    if older.exists():
+        shutil.rmtree(older)
     # What a crash left of saves and removals: nothing depends on it any more.
     for leftover in final.parent.iterdir():
         if _LEFTOVER.fullmatch(leftover.name):
@@ -228,7 +236,11 @@ def read_mark(path: str | os.PathLike[str]) -> Mark:
         raise CheckpointError(f"{path} is not a complete checkpoint: {META} can't be read ({error})") from error
     _check_sizes(path, files)
     for name, expected in hashes.items():
-        if hashlib.sha256((path / name).read_bytes()).hexdigest() != expected:
+        try:
+            content = (path / name).read_bytes()
+        except OSError as error:
+            raise DamagedError(f"{path} is damaged: {name} can't be read ({error})") from error
+        if hashlib.sha256(content).hexdigest() != expected:
             raise DamagedError(f"{path} is damaged: the bytes of {name} aren't those that were written")
     return Mark(path, step, saves, *_score(path), float(mark.get("saved", 0.0)))
 
@@ -274,6 +286,8 @@ def _check_unmarked(path: Path) -> None:
         why = (path / DAMAGE).read_text(encoding="utf-8")
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read ({error})") from error
     try:
         why = str(json.loads(why)["why"])
     except (ValueError, KeyError, TypeError):

@@ -235,11 +235,18 @@ class ModelSpecs:
 
     @hookspec(firstresult=True)
     def shard_iterable(self, dataset: Any, plan: RunPlan, data_rank: int) -> Any:
-        """Return an iterable dataset that yields only the samples of `data_rank`."""
+        """Return an iterable dataset that yields only the samples of `data_rank`.
+
+        Samples are pairs of their number in the stream and the sample, to be passed on as they are: take them by
+        iterating over `dataset`.
+        """
 
     @hookspec
     def on_checkpoint_saved(self, path: str, step: int) -> None:
-        """A checkpoint is durable; called on global rank 0."""
+        """A checkpoint is complete; called on global rank 0.
+
+        At once where the save is waited for; else at the next save, or at the end. For those in memory too.
+        """
 
 
 SPECS = (PackageSpecs, PlanSpecs, LaunchSpecs, BuildSpecs, ModelSpecs)

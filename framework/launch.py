@@ -279,7 +279,8 @@ def _attempts(
         again = newest.path if newest is not None else _first_start(plan, manager)
         if policy is None:
             return _result(outcome, stop, restarts, start, "Not started again: no recovery is chosen.")
-        adapted = policy.adapt(plan, outcome.failures)
+        adapt = getattr(policy, "adapt", None)  # newer than the protocol's other method
+        adapted = None if adapt is None else adapt(plan, outcome.failures)
         if adapted is not None:
             plan, why = adapted
             adaptations += 1
@@ -330,7 +331,9 @@ def _first_start(plan: RunPlan, manager: pluggy.PluginManager) -> str | None:
 
 def _begun(plan: RunPlan, start: str | None) -> RunPlan:
     """Return the plan of an attempt that starts at `start`."""
-    return plan.with_(ckpt_path=start, fall_back=start is not None and start != plan.ckpt_path)
+    best = best_complete(plan.run_dir) if plan.ckpt_path == "best" else None
+    asked = start == plan.ckpt_path or (best is not None and start == best.path)
+    return plan.with_(ckpt_path=start, fall_back=start is not None and not asked)
 
 
 def _why(newest: Checkpoint | None, start: str | None) -> str:

@@ -22,6 +22,8 @@ from framework.plan import RunPlan
 
 log = logging.getLogger(__name__)
 
+TRIED_PORTS = 100
+
 RUN_KEY = "run_id"
 """Key of the launcher's store under which the run's name is found, outside of any attempt's prefix."""
 
@@ -64,11 +66,14 @@ def lasting_port() -> int:
     """
     file = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first = int(file.read_text().split()[0]) if file.exists() else 32768
-    while True:
-        port = random.SystemRandom().randrange(1024, max(first, 1025))
+    candidates = range(1024, first)
+    for port in random.SystemRandom().sample(candidates, min(TRIED_PORTS, len(candidates))):
         with socket.socket() as tried, suppress(OSError):  # in use: another one
             tried.bind(("", port))
             return port
+    with socket.socket() as tried:  # the system gives away all there are
+        tried.bind(("", 0))
+        return int(tried.getsockname()[1])
 
 
 def use_timeout(limit: timedelta) -> None:

@@ -91,7 +91,7 @@ class SaveAndStop(Callback):
     def _stop(self, trainer: Trainer) -> None:
         savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, Saver)]
         if savers:
-            path = savers[0].save(trainer)
+            path = getattr(savers[0], "save_now", savers[0].save)(trainer)
         else:
             path = str(folder_of(self.plan.run_dir) / step_name(trainer.global_step))
             trainer.save_checkpoint(path)

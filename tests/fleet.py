@@ -29,6 +29,7 @@ class FakeTrainer:
         self.state = SimpleNamespace(stage=stage, fn="fit")
         self.global_step = 0
         self.ckpt_path: str | None = None
+        self.limit_train_batches = 1.0
         module = torch.nn.Module()
         module.automatic_optimization = True  # type: ignore[assignment]
         for index in range(buffers):

@@ -214,7 +214,7 @@ def check(story: History) -> Iterator[Finding]:
             expected = link(expected, step, first.epoch, first.at, _total(written))
             if links != {expected}:
                 yield Finding(
-                    step, f"the chain is broken: {', '.join(sorted(map(str, links)))} is written, not {chain}"
+                    step, f"the chain is broken: {', '.join(sorted(map(str, links)))} is written, not {expected}"
                 )
                 return
         yield from _order_findings(segment, step, first, placed, orders)
@@ -286,7 +286,7 @@ def _position_findings(
     if position is None or (first.epoch, first.at) == position:
         return
     usable = segment.head["usable"]
-    ended = usable is None or position[1] >= usable
+    ended = usable is None or position[1] >= usable or not segment.head.get("whole_epochs", True)
     if (first.epoch, first.at) == (position[0] + 1, 0) and ended:
         return
     yield Finding(

@@ -160,11 +160,12 @@ class Tray:
         By identity, so that a batch that got lost on the way, or came twice, takes its own numbers with it. A batch
         that a hook or a precision made anew is the one that waited longest.
         """
-        if self._last is not None and batch is self._last.batch:
-            return self._last.numbers
-        if self._waiting and self._waiting[0].batch is not batch and any(row.batch is batch for row in self._waiting):
-            while self._waiting[0].batch is not batch:
-                self._waiting.popleft()
+        if not self._waiting or self._waiting[0].batch is not batch:
+            if self._last is not None and batch is self._last.batch:
+                return self._last.numbers
+            if any(row.batch is batch for row in self._waiting):
+                while self._waiting[0].batch is not batch:
+                    self._waiting.popleft()
         if not self._waiting:
             return b""
         self._last = self._waiting.popleft()

@@ -11,10 +11,12 @@ all of them in one all-reduce and write: what a kill can take are steps that are
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from base64 import b64encode
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ from framework.ledger.history import FOLDER, FORMAT
 from framework.loaders import Loader, StreamLoader
 from framework.metrics import add_up
 from framework.plan import RunPlan
+
+log = logging.getLogger(__name__)
 
 STEPS = 256
 
@@ -68,11 +72,8 @@ class Ledger:
         self._counts = not (at["pp"] or at["cp"] or at["tp"])  # others read the same samples
         if self._loader is None or not self._counts:
             return
-        folder = Path(self.plan.run_dir) / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        path = folder / f"{self.plan.run_id}-{attempt}-{loaders.data_rank:05d}.jsonl"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._open(Path(self.plan.run_dir) / FOLDER, f"{self.plan.run_id}-{attempt}", loaders.data_rank)
         head = {
             "format": FORMAT,
             "run_id": self.plan.run_id,
@@ -85,6 +86,7 @@ class Ledger:
             "step": self._step,
             "chain": self.chain,
             "from": str(trainer.ckpt_path) if trainer.ckpt_path else None,
+            "whole_epochs": trainer.limit_train_batches in (None, 1.0),
             **self._loader.order(),
         }
         self._write([json.dumps(head, separators=(",", ":"))])
@@ -122,10 +124,10 @@ class Ledger:
                 self.chain = link(self.chain, step, epoch, at, sums[2 * number : 2 * number + 2])
             numbers = b64encode(b"".join(numbers for numbers, _ in trained)).decode()
             places = ",".join(f"[{one.start},{len(one)},{one.step}]" for _, one in trained)
-            chain = "null" if self.chain is None else f'"{self.chain}"'
+            last = "null" if self.chain is None else f'"{self.chain}"'
             # by hand: `json.dumps` takes four times as long
             lines.append(
-                f'{{"step":{step},"epoch":{epoch},"at":{at},"places":[{places}],"samples":"{numbers}","chain":{chain}}}'
+                f'{{"step":{step},"epoch":{epoch},"at":{at},"places":[{places}],"samples":"{numbers}","chain":{last}}}'
             )
         self._pending.clear()
         self._write(lines)
@@ -134,7 +136,10 @@ class Ledger:
         """Settle, down to the disk: a checkpoint holds these steps. Collective."""
         self.settle()
         if self._file is not None:
-            os.fsync(self._file)
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                self._give_up(error)
 
     def close(self) -> None:
         """Close the file."""
@@ -142,6 +147,32 @@ class Ledger:
             os.close(self._file)
             self._file = None
 
+    def _open(self, folder: Path, attempt: str, data_rank: int) -> None:
+        """Make a file of this attempt's own; a second `fit` of one attempt gets another."""
+        for name in chain([attempt], (f"{attempt}.{number}" for number in count(1))):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                path = folder / f"{name}-{data_rank:05d}.jsonl"
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                self._give_up(error)
+            return
+
     def _write(self, lines: Sequence[str]) -> None:
-        if self._file is not None and lines:
-            os.write(self._file, ("\n".join(lines) + "\n").encode())
+        if self._file is None or not lines:
+            return
+        left = memoryview(("\n".join(lines) + "\n").encode())
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A full disk ends this attempt's ledger, not the training; whoever asks for proof hears what is missing."""
+        log.warning(
+            "The ledger can't be written from step %d on, so this attempt proves nothing: %s", self._step, error
+        )
+        self.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,14 @@ class Watch(Callback):
         self.steps.append((trainer.global_step, saver.store.saving))
 
 
-def slow_writer(delay_s: float, fails_at: int | None = None) -> Any:
-    """Delay writing, and let rank 1's fail from the given save on."""
+def slow_writer(delay_s: float, fails: Sequence[int] = ()) -> Any:
+    """Delay writing, and let rank 1's fail at the given saves, counted from 1."""
     original, saves = storage.write_tensors, [0]
 
     def write(path: Path, tensors: Any) -> str:
         time.sleep(delay_s)
         saves[0] += 1
-        if fails_at is not None and saves[0] >= fails_at and path.name == storage.file_name(1):
+        if saves[0] in fails and path.name == storage.file_name(1):
             raise OSError(28, "No space left on device", str(path))
         return original(path, tensors)
 
@@ -66,14 +67,14 @@ def slow_writer(delay_s: float, fails_at: int | None = None) -> Any:
     return original
 
 
-def train(run_dir: str, strategy: str | None, steps: int, mode: str, fails_at: int | None = None, **more: Any) -> Any:
+def train(run_dir: str, strategy: str | None, steps: int, mode: str, fails: Sequence[int] = (), **more: Any) -> Any:
     """Train with a save every three steps; return what `Watch` saw."""
     world = 1 if strategy is None else 2
     plan = make_plan(
         world, strategy=strategy, run_dir=run_dir, trainer={"max_steps": steps, "max_epochs": -1},
         components={"checkpoint": option("checkpoint", "dcp", every_n_steps=3, mode=mode, save_top_k=-1, **more)},
     )  # fmt: skip
-    original = slow_writer(SLOW_S, fails_at)
+    original = slow_writer(SLOW_S, fails)
     watch = Watch()
     try:
         Trainer(plan, callbacks=[watch]).fit(Scalar(), DataLoader(torch.ones(64, 1)))  # type: ignore[arg-type]
@@ -120,7 +121,7 @@ def test_p18_a_writer_that_fails_is_told(pool: Any, tmp_path: Path, steps: int) 
     with pytest.raises(
         RanksError, match=r"Saving .*step-000003 failed on rank 1: OSError.*No space left.*intact"
     ) as told:
-        pool.run(train, 2, str(tmp_path), "fsdp", steps, "async", 1, process_group=False)
+        pool.run(train, 2, str(tmp_path), "fsdp", steps, "async", [1], process_group=False)
     assert "rank 0" in str(told.value)
     assert not list(files.folder_of(tmp_path).glob("step-*"))
 
@@ -128,11 +129,17 @@ def test_p18_a_writer_that_fails_is_told(pool: Any, tmp_path: Path, steps: int) 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_training_goes_on_without_a_checkpoint_where_that_is_asked_for(pool: Any, tmp_path: Path, mode: str) -> None:
     more = {"on_failure": "go_on"}
-    (steps, _) = pool.run(partial(train, **more), 2, str(tmp_path), "fsdp", 7, mode, 2, process_group=False)
+    (steps, _) = pool.run(partial(train, **more), 2, str(tmp_path), "fsdp", 7, mode, [2], process_group=False)
     assert steps[-1][0] == 7
     good, damaged = files.marks(files.folder_of(tmp_path))
-    assert ([mark.step for mark in good], damaged) == ([3], [])
+    assert ([mark.step for mark in good], damaged) == ([3, 7], [])
     assert saved(tmp_path, 3)[0] == WEIGHTS[3]
+
+
+def test_a_last_save_that_fails_is_a_failure(pool: Any, tmp_path: Path) -> None:
+    """Nothing comes after it: going on would leave nothing and say nothing."""
+    with pytest.raises(RanksError, match=r"Saving .*step-000003 failed on rank 1"):
+        pool.run(partial(train, on_failure="go_on"), 2, str(tmp_path), "fsdp", 3, "async", [1, 2], process_group=False)
 
 
 SMALL_DISK = """
@@ -147,9 +154,12 @@ ls run/checkpoints
 """
 
 
-@pytest.mark.parametrize(("on_failure", "code"), [("go_on", None), ("end", 1)])
-def test_a_full_disk(tmp_path: Path, on_failure: str, code: int | None) -> None:
-    """A real one: there is room for one checkpoint and a half; the first stays good in any case."""
+@pytest.mark.parametrize(("on_failure", "reached"), [("go_on", "after 6 steps"), ("end", "")])
+def test_a_full_disk(tmp_path: Path, on_failure: str, reached: str) -> None:
+    """A real one: there is room for one checkpoint and a half; the first stays good in any case.
+
+    What goes on ends with an error as well, as there is no room for the last one either, but it has made all steps.
+    """
     script = SMALL_DISK.format(kilobytes=KILOBYTES, on_failure=on_failure)
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, sys.executable],
@@ -160,10 +170,11 @@ def test_a_full_disk(tmp_path: Path, on_failure: str, code: int | None) -> None:
         pytest.skip("this machine doesn't let a test mount a small disk")
     assert done.returncode == 0, text
     assert "No space left on device" in text
-    assert ("exit code 1" in text) == (code == 1), text
+    assert "exit code 1" in text
+    assert reached in text
     assert "last step-000002 " in text
     assert "elements: model.safetensors" in text, "the first one is whole"
-    assert ("Training goes on, as checkpoint.on_failure=go_on." in text) == (code is None)
+    assert ("Training goes on, as checkpoint.on_failure=go_on." in text) == (on_failure == "go_on")
 
 
 def test_waiting_is_what_sync_says(pool: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import kills
@@ -10,10 +11,9 @@ import pytest
 from framework import checkpoint_files as files
 from framework.checkpoint_files import CheckpointError
 from framework.launch import prewarm
+from framework.plan import RunPlan
 from framework_plugins.checkpoint import memory
 from framework_plugins.checkpoint.dcp import DCP
-
-STATE = {"step": 0}
 
 
 def save(root: Path, step: int) -> Path:
@@ -31,8 +31,7 @@ def test_the_newest_of_both_tiers_counts(tmp_path: Path) -> None:
     assert memory.newest(str(run), shm) is None
     save(run, 4)
     assert memory.newest(str(run), shm).tier == "disk"  # type: ignore[union-attr]
-    root = memory.root_of(str(run), shm)
-    in_memory = save(root, 6)
+    in_memory = save(memory.make(str(run), shm), 6)
     found = memory.newest(str(run), shm)
     assert found is not None
     assert (found.step, found.tier, found.path) == (6, "memory", str(in_memory))
@@ -42,7 +41,8 @@ def test_the_newest_of_both_tiers_counts(tmp_path: Path) -> None:
 
 def test_a_damaged_one_in_memory_leaves_the_disk_and_the_other_way_round(tmp_path: Path) -> None:
     run, shm = tmp_path / "run", str(tmp_path / "shm")
-    on_disk, in_memory = save(run, 4), save(memory.root_of(str(run), shm), 6)
+    on_disk = save(run, 4)
+    in_memory = save(memory.make(str(run), shm), 6)
     (in_memory / files.META).unlink()
     assert memory.newest(str(run), shm).step == 4  # type: ignore[union-attr]
     (on_disk / files.META).unlink()
@@ -50,10 +50,18 @@ def test_a_damaged_one_in_memory_leaves_the_disk_and_the_other_way_round(tmp_pat
         memory.newest(str(run), shm)
 
 
-def test_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    assert memory.root_of(str(tmp_path / "a"), None) != memory.root_of(str(tmp_path / "b"), None)
-    assert memory.root_of(str(tmp_path / "a"), None).parent == Path("/dev/shm")
-    assert DCP().memory_every_n_steps == 0
+def test_a_run_finds_its_own_and_no_other(tmp_path: Path) -> None:
+    run, shm = tmp_path / "run", str(tmp_path / "shm")
+    run.mkdir()
+    save(memory.make(str(run), shm), 6)
+    assert memory.make(str(run), shm).stat().st_mode & 0o077 == 0, "nobody else's business"
+    assert memory.newest(str(run), shm).step == 6  # type: ignore[union-attr]
+    shutil.rmtree(run)
+    run.mkdir()
+    assert memory.newest(str(run), shm) is None, "another run that is called the same"
+    (run / memory.NOTE).write_text("../../etc")
+    assert memory.root_of(str(run), shm) is None
+    assert DCP().newest_complete(RunPlan(run_id="r", run_dir=str(run))) is None
 
 
 def test_a_killed_run_goes_on_from_memory(tmp_path: Path) -> None:
@@ -63,7 +71,9 @@ def test_a_killed_run_goes_on_from_memory(tmp_path: Path) -> None:
     kill = {"attempt": 0, "rank": 1, "moment": "step", "step": 5, "delay_s": 0.0}
     result = kills.run(kills.plan_of("fsdp 2", run, [kill], *words, "checkpoint.mode=sync"))
     assert (result.status, result.restarts) == ("finished", 1), result.describe()
-    assert result.resumed_from == str(files.folder_of(memory.root_of(str(run), str(shm))) / files.step_name(5))
+    assert result.resumed_from is not None
+    assert Path(result.resumed_from).is_relative_to(shm)
+    assert Path(result.resumed_from).name == files.step_name(5)
     undisturbed = tmp_path / "undisturbed"
     assert kills.run(kills.plan_of("fsdp 2", undisturbed)).status == "finished"
     assert kills.difference(kills.final_weights(run), kills.final_weights(undisturbed)) == 0.0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from framework.checkpoint_files import CheckpointError
 from framework.failures import OUT_OF_MEMORY, failure_of, oom_kills
 from framework.launch import RunResult, prewarm
 from framework.plan import BatchSpec, Failure, MeshSpec, RunPlan
@@ -110,10 +111,19 @@ def test_the_cut(plan: RunPlan, expected: tuple[int, int, int]) -> None:
     assert batch.global_batch_size == batch.data_ranks * batch.accumulation * batch.local_batch_size
 
 
+def test_settings_that_count_batches_count_as_many_samples_as_before() -> None:
+    plan = plan_of(8).with_(trainer={"limit_train_batches": 4, "val_check_interval": 0.5, "limit_val_batches": 2})
+    adapted = Restart().adapt(plan, [STARVED])
+    assert adapted is not None
+    assert adapted[0].trainer == {"limit_train_batches": 8, "val_check_interval": 0.5, "limit_val_batches": 4}
+
+
 def test_what_is_not_for_it(monkeypatch: Any) -> None:
     assert Restart().adapt(plan_of(1), [STARVED]) is None, "one sample is the least"
     assert Restart().adapt(plan_of(8), [OTHER]) is None
     assert Restart(on_out_of_memory="fail").adapt(plan_of(8), [STARVED]) is None
+    copies = failure_of(0, CheckpointError("no room for a copy: can't allocate memory"))
+    assert Restart().adapt(plan_of(8), [copies]) is None, "smaller batches don't help a save"
     with pytest.raises(ValueError, match="it is halve or fail"):
         Restart(on_out_of_memory="double")
     killed = Failure(rank=0, message="killed by signal 9 (SIGKILL)", exit_code=-9, time=0.0)

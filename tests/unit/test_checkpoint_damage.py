@@ -140,3 +140,9 @@ def test_a_checkpoint_of_format_1_has_no_hashes_and_is_read(whole: Path, tmp_pat
 
     rewrite(files.META, old_mark)
     assert torch.equal(load(copy)["model.a"], TENSORS["model.a"])
+
+
+def test_a_score_of_format_1_counts(whole: Path, tmp_path: Path) -> None:
+    copy = damaged(whole, tmp_path, files.META, bytes)
+    (copy / files.SCORE).write_text(json.dumps({"monitor": "loss", "value": "0.25"}))
+    assert files.read_mark(copy).score == 0.25

@@ -61,6 +61,7 @@ def test_p15_a_changed_length_is_found_and_progress_is_none(key):
         ("save_top_k", -2, "-1 for all"),
         ("monitor_mode", "least", "checkpoint.monitor_mode=min"),
         ("mode", "later", "checkpoint.mode=auto"),
+        ("mode", "max", "checkpoint.monitor_mode=max"),
         ("on_failure", "retry", "checkpoint.on_failure=end"),
         ("save_last", "copy", "link or none"),
     ],
@@ -104,3 +105,13 @@ def test_saves_go_on_beside_the_steps_where_that_costs_less(monkeypatch):
     assert paced(monkeypatch, alone=0.1, beside=0.12)  # 0.1 + 10 * 0.02 < 1.0
     assert not paced(monkeypatch, alone=0.1, beside=0.2)  # 0.1 + 10 * 0.1 > 1.0
     assert not paced(monkeypatch, alone=0.1, beside=0.1, waited=1.1)
+
+
+def test_once_waiting_is_cheaper_it_stays_so(monkeypatch):
+    pace = Pace()
+    pace.end(Took(Path("step-1"), 1.0, 1.0), background=False)
+    pace.step(saving=True), pace.step(saving=True)
+    pace.end(Took(Path("step-2"), 5.0, 6.0), background=True)
+    assert not pace.background
+    pace.end(Took(Path("step-3"), 1.0, 1.0), background=False)
+    assert not pace.background

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from array import array
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fleet import Fleet, State
 from reading import Ids, Stream
 from torch.utils.data import ConcatDataset, DataLoader, Subset, WeightedRandomSampler
@@ -199,6 +201,39 @@ def test_a_line_that_was_not_finished_is_a_step_that_was_not_made(tmp_path: Path
     path.write_bytes(path.read_bytes()[:-9])
     assert findings(tmp_path) == []
     assert len(history(tmp_path, read(tmp_path))[0].steps) == 4
+
+
+def test_a_full_disk_ends_the_ledger_and_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet(tmp_path, SOURCES["shuffled"], 2)
+    fleet.step()
+    for rank in fleet.ranks:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), rank.ledger._file)
+    fleet.settle()
+    fleet.step(), fleet.settle(), fleet.kill()
+    assert "The ledger can't be written from step 1 on" in caplog.text
+    assert len({rank.ledger.chain for rank in fleet.ranks}) == 1, "the chain goes on, for the next attempt"
+
+
+def test_a_second_fit_of_one_attempt_has_a_file_of_its_own(tmp_path: Path) -> None:
+    state = train(tmp_path, "shuffled", 3).save()
+    again = Fleet(tmp_path, SOURCES["shuffled"], 2, state=state)
+    again.step(), again.settle(), again.kill()
+    assert findings(tmp_path) == []
+    assert len(history(tmp_path, read(tmp_path))[0].steps) == 4
+
+
+def test_one_buffer_for_all_batches_takes_the_numbers_in_order(tmp_path: Path) -> None:
+    buffer = {"id": torch.zeros(4, dtype=torch.int64)}
+
+    def collate(rows: list[Any]) -> Any:
+        buffer["id"] = torch.stack([row["id"] for row in rows])
+        return buffer
+
+    fleet = Fleet(tmp_path, lambda: DataLoader(Ids(50), collate_fn=collate), 2)
+    for _ in range(4):
+        fleet.step()
+    fleet.settle(), fleet.kill()
+    assert findings(tmp_path) == []
 
 
 # -- the command -------------------------------------------------------------------------------------------------

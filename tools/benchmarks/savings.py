@@ -139,7 +139,7 @@ def _plans(folder: str, steps: int, every: int, seeds: int) -> Iterator[tuple[st
         for seed in range(seeds):
             long = (
                 f"{SMALL} {COMMON} {words} seed={seed} trainer.max_steps={steps} trainer.val_check_interval={batches} "
-                f"trainer.limit_val_batches=16 run_dir={run_dir}-{seed}"
+                f"trainer.limit_val_batches={16 * batches // every} run_dir={run_dir}-{seed}"
             )
             yield name, compose(long.split()), seed
 

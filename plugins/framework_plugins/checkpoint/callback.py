@@ -31,6 +31,10 @@ from framework_plugins.checkpoint.store import ShardedStore, Took
 log = logging.getLogger(__name__)
 
 
+CHEAP_S = 0.25
+"""A save that takes no longer is waited for: a kill just after it finds it complete."""
+
+
 class Pace:
     """What saves cost: chooses between waiting for them and writing beside the steps (`checkpoint.mode=auto`).
 
@@ -69,8 +73,9 @@ class Pace:
         lost = sum(max(0.0, step - usual) for step in self._beside)
         steps, self._beside = len(self._beside), []
         if not background:
+            if self._waiting_s is None and took.complete_s > CHEAP_S:
+                self.background = True  # the next one is tried beside the steps
             self._waiting_s = took.complete_s
-            self.background = True
             return
         cost = took.waited_s + lost
         if steps:
@@ -104,20 +109,23 @@ class Checkpoints(Checkpoint):
         self.settings = settings
         self.folder = files.folder_of(run_dir)
         self._run_dir = run_dir
-        self._memory = files.folder_of(memory.root_of(run_dir, settings.memory_dir))
+        self._memory: Path | None = None
+        """Folder of the checkpoints in memory, while there are to be any."""
         self._remembered_step = 0
         self.best_model_path = ""
         """Path of the best checkpoint so far; the newest one without `monitor`. Lightning's `ckpt_path="best"`."""
         self.best_model_score: float | None = None
         self.pace = Pace()
-        self._saved_step = 0
+        self._saved_step = self._begun_step = 0
         self._here = False
         self._source: str | None = None
         self._at_last_batch = False
         self._due = False
         self._measured: float | None = None
         self._start: Path | None = None
-        self._scores: dict[Path, float] = {}
+        self._scores: dict[Path, float | None] = {}
+        """Checkpoints of this callback's own on their way, with their scores as far as they are known."""
+        self._last = False
         self._best_now: tuple[str, float | None] = ("", None)
 
     @property
@@ -133,19 +141,32 @@ class Checkpoints(Checkpoint):
         """
         path = self.folder / files.step_name(trainer.global_step)
         if self._saved_step == trainer.global_step and self._here:
-            if score is not None:  # known later than the checkpoint
-                self.settle(trainer)
+            if score is None:
+                return str(path)
+            self.settle(trainer)  # the score is known later than the checkpoint
+            if self._here:
                 together(f"Tidying {self.folder}", lambda: self._tidy(path, score), CheckpointError)
-            return str(path)
-        if score is not None:
-            self._scores[path] = score
-        if self._save(trainer, path):
-            self._saved_step, self._here = trainer.global_step, True
+                return str(path)
+        self.settle(trainer)  # what it says of the save before mustn't be taken for this one's
+        self._scores[path] = score
+        self._saved_step, self._here = trainer.global_step, True
+        self._save(trainer, path)
         return str(path)
 
-    def _save(self, trainer: Trainer, path: Path) -> bool:
-        """Save to `path`; return False if that failed and training goes on. Collective."""
+    def save_now(self, trainer: Trainer) -> str:
+        """Save this step and wait for it: what is called when a run is to stop. Collective.
+
+        Raises:
+            CheckpointError: it can't be saved, whatever `on_failure` says: nothing comes after it.
+        """
         self.settle(trainer)
+        self._last = True
+        path = self.save(trainer)
+        self.settle(trainer)
+        return path
+
+    def _save(self, trainer: Trainer, path: Path) -> None:
+        """Save to `path`, or go on without if that is asked for; nothing is in flight. Collective."""
         if self.settings.mode == "auto":
             self.store.background = trainer.strategy.broadcast(self.pace.background)
         self.pace.begin()
@@ -153,10 +174,9 @@ class Checkpoints(Checkpoint):
             trainer.save_checkpoint(path)
         except CheckpointError as error:
             self._failed(error)
-            return False
+            return
         if not self.store.background:
             self.settle(trainer)
-        return True
 
     def settle(self, trainer: Trainer) -> None:
         """Wait until all is saved, and learn from rank 0 which is best. Collective.
@@ -164,16 +184,17 @@ class Checkpoints(Checkpoint):
         Raises:
             CheckpointError: on all ranks, if the save in flight failed, unless `on_failure` says to go on.
         """
+        strategy: Any = trainer.strategy
         try:
-            self.store.wait()
+            strategy.state.wait()
         except CheckpointError as error:
             self._failed(error)
-        if self.store.last is not None:
+        if self.store.last is not None and self.store.last.path.parent == self.folder:  # memory has a pace of its own
             self.pace.end(self.store.last, self.store.background)
         self.best_model_path, self.best_model_score = trainer.strategy.broadcast(self._best_now)
 
     def _failed(self, error: CheckpointError) -> None:
-        if self.settings.on_failure == "end":
+        if self.settings.on_failure == "end" or self._last:
             raise error
         self._here = False  # the next one is tried, at the same step too
         if ranks()[0] == 0:
@@ -182,14 +203,27 @@ class Checkpoints(Checkpoint):
     # -- when ------------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the step that the run starts at as saved, if perhaps in another run's folder."""
-        self._saved_step = trainer.global_step
+        self._saved_step = self._begun_step = trainer.global_step
         self._here = trainer.strategy.broadcast((self.folder / files.step_name(trainer.global_step)).is_dir())
         self._start = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
+        if self.settings.memory_every_n_steps:
+            root = together("Making room in memory", self._make_memory, CheckpointError)
+            self._memory = files.folder_of(trainer.strategy.broadcast(root))
         self.store.on_commit = self._committed
 
+    def _make_memory(self) -> str:
+        """Return the folder in memory, on rank 0; empty, unless this attempt has begun from it."""
+        if ranks()[0] != 0:
+            return ""
+        run_dir, folder = self._run_dir, self.settings.memory_dir
+        root = memory.root_of(run_dir, folder)
+        if root is not None and (self._start is None or root.resolve() not in self._start.parents):
+            memory.clear(run_dir, folder)  # older than where this attempt begins
+        return str(memory.make(run_dir, folder))
+
     def _committed(self, path: Path) -> None:
-        if path.parent == self.folder:
-            self._tidy(path, self._scores.pop(path, None))
+        if path in self._scores:
+            self._tidy(path, self._scores.pop(path))
         elif path.parent == self._memory:  # and not another callback's
             for mark in files.marks(self._memory)[0]:
                 if mark.path != path:
@@ -206,8 +240,10 @@ class Checkpoints(Checkpoint):
             return
         if not every or step % every:
             often = self.settings.memory_every_n_steps
-            if often and not step % often and step != self._remembered_step and not self._at_last_batch:
+            last = step == trainer.max_steps or self._at_last_batch  # that one is saved on disk
+            if often and self._memory is not None and not step % often and step != self._remembered_step and not last:
                 self._remembered_step = step
+                self.settle(trainer)
                 self._save(trainer, self._memory / files.step_name(step))
             return
         self._save_when_over(trainer, self._value(trainer, "train"))
@@ -235,9 +271,10 @@ class Checkpoints(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the final state, also when training was asked to stop."""
         self._end_epoch(trainer)
-        if self._on and trainer.global_step != self._saved_step:
-            self.save(trainer)
         self.settle(trainer)
+        step = trainer.global_step
+        if self._on and (step != self._saved_step or (not self._here and step != self._begun_step)):
+            self.save_now(trainer)
         if self.settings.memory_every_n_steps and ranks()[0] == 0:
             memory.clear(self._run_dir, self.settings.memory_dir)  # what is on disk is newer
 

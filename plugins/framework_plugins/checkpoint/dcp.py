@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from framework import Problem, RunPlan, hookimpl
+from framework.checkpoint_files import newest_complete
 from framework.plan import Checkpoint
 from framework_plugins.checkpoint.memory import newest
 
@@ -35,7 +36,8 @@ class DCP:
         memory_dir: folder of a memory file system; null = `/dev/shm`.
         mode: `async` = training goes on as soon as each rank has copied what it holds, and a thread writes (twice the
             memory of the state); `sync` = training waits until all is on disk; `auto` = the first save is waited
-            for, and the rest as well if the steps beside a save lost more time than waiting takes.
+            for, and the rest as well if that took a quarter of a second or less, or if the steps beside a save lost
+            more time than waiting takes.
         on_failure: when a checkpoint can't be written (full disk): `end` = all ranks end with the error; `go_on` =
             training goes on, with a warning, and the next save is tried.
     """
@@ -76,7 +78,18 @@ class DCP:
                 "checkpoint.monitor_mode=min",
             ),
             ("save_last", self.save_last in ("link", "none"), "it is link or none", "checkpoint.save_last=link"),
-            ("mode", self.mode in ("auto", "async", "sync"), "it is auto, async or sync", "checkpoint.mode=auto"),
+            (
+                "mode",
+                self.mode in ("auto", "async", "sync"),
+                "it is auto, async or sync",
+                f"checkpoint.monitor_mode={self.mode}" if self.mode in ("min", "max") else "checkpoint.mode=auto",
+            ),
+            (
+                "memory_every_n_steps",
+                not self.memory_every_n_steps or plan.num_nodes == 1 or self.memory_dir is not None,
+                "hosts don't see one another's memory",
+                "checkpoint.memory_dir=<a memory file system that all hosts see>",
+            ),
             ("on_failure", self.on_failure in ("end", "go_on"), "it is end or go_on", "checkpoint.on_failure=end"),
         ]
         return [
@@ -87,8 +100,8 @@ class DCP:
 
     @hookimpl
     def newest_complete(self, plan: RunPlan) -> Checkpoint | None:
-        """Return the newest complete checkpoint of this run, in memory or on disk."""
-        return newest(plan.run_dir, self.memory_dir)
+        """Return the newest complete checkpoint of this run, on disk or, if it saves there, in memory."""
+        return newest(plan.run_dir, self.memory_dir) if self.memory_every_n_steps else newest_complete(plan.run_dir)
 
     @hookimpl
     def make_checkpoint_io(self, plan: RunPlan) -> ShardedStore:

@@ -95,6 +95,7 @@ class Layout:
             data = self._planner.resolve_data(item)
             assert isinstance(data, Tensor)
             found.append((item.index.fqn, _piece(item, file_name(ranks()[0])), data.detach()))
+        self._planner.set_up_planner({}, None, ranks()[0] == 0)  # it would hold the whole state until the next save
         return found
 
 

@@ -29,6 +29,10 @@ from framework_plugins.checkpoint.storage import Index, Layout, Piece, ShardRead
 log = logging.getLogger(__name__)
 
 
+Pieces = Sequence[tuple[str, Piece, Tensor]]
+"""Name of a tensor, piece of it, its values."""
+
+
 @dataclass(frozen=True)
 class Took:
     """What a save took, in seconds: how long training waited, and until it was complete."""
@@ -67,14 +71,14 @@ class ShardedStore:
             self._write(Path(path), pieces, meta, None)
             self._note(Path(path), began, None)
             return
-        pieces = [(name, piece, self._copied(piece.key, data)) for name, piece, data in pieces]
+        copies = together(f"Saving {path}", lambda: self._copies(pieces), CheckpointError)
         if self._group is None and ranks()[1] > 1:
             self._group = dist.new_group(backend="gloo")  # the thread's own: it must not meet the steps' collectives
         let_go = time.perf_counter()
 
         def write() -> None:
             try:
-                self._write(Path(path), pieces, meta, self._group)
+                self._write(Path(path), copies, meta, self._group)
                 self._note(Path(path), began, let_go)
             except BaseException as error:
                 self._error = error
@@ -104,14 +108,27 @@ class ShardedStore:
             self._buffers.clear()
         return self._layout
 
-    def _copied(self, key: str, data: Tensor) -> Tensor:
-        """Return a copy in main memory, in the buffer that the last save used."""
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-        return self._buffers[key].copy_(data)
+    def _copies(self, pieces: Pieces) -> Pieces:
+        """Return copies in main memory, in the buffers that the last save used.
+
+        Raises:
+            CheckpointError: there is no room for them. Smaller batches wouldn't help, so it isn't called out of memory.
+        """
+        copies = []
+        for name, piece, data in pieces:
+            if piece.key not in self._buffers:
+                try:
+                    buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+                except RuntimeError as error:
+                    self._buffers.clear()
+                    text = f"there is no room for a copy of {name}, {data.nbytes:,} bytes; type checkpoint.mode=sync"
+                    raise CheckpointError(text) from error
+                self._buffers[piece.key] = buffer
+            copies.append((name, piece, self._buffers[piece.key].copy_(data)))
+        return copies
 
     def _write(
-        self, final: Path, pieces: Sequence[tuple[str, Piece, Tensor]], meta: Mapping[str, Any],
+        self, final: Path, pieces: Pieces, meta: Mapping[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         """Write, agree, commit. Collective, over `group` if it isn't the main thread that writes."""

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from framework.stopping import SaveAndStop
 
 
+COUNTED = ("limit_train_batches", "limit_val_batches", "val_check_interval")
+"""Settings of the Trainer that count batches, where they are whole numbers."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Restart:
     """Bounded restarts; a failure that can only repeat itself isn't tried again.
@@ -52,9 +56,7 @@ class Restart:
     def adapt(self, plan: RunPlan, failures: Sequence[Failure]) -> tuple[RunPlan, str] | None:
         """After a rank ran out of memory cut its batches; see `framework.launch.RestartPolicy`."""
         kills, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
-        starved = [
-            one for one in failures if OUT_OF_MEMORY.search(one.message) or (kills and one.exit_code == -SIGKILL)
-        ]
+        starved = [one for one in failures if _starved(one) or (kills and one.exit_code == -SIGKILL)]
         if not starved or self.on_out_of_memory == "fail":
             return None
         batch = plan.batch
@@ -63,13 +65,16 @@ class Restart:
             return None  # one sample is the least
         cut = "microbatches" if plan.mesh.pp > 1 else "accumulation"
         more = pieces * getattr(batch, cut)
+        trainer = dict(plan.trainer)
+        if cut == "accumulation":  # Lightning counts batches, of which there are more now
+            trainer |= {name: pieces * trainer[name] for name in COUNTED if type(trainer.get(name)) is int}
         smaller = replace(batch, micro_batch_size=batch.micro_batch_size // pieces, **{cut: more})
         told = (
             f"Rank {starved[0].rank} ran out of memory with {batch.micro_batch_size} samples a micro-batch: from now "
             f"on {smaller.micro_batch_size}, and {cut} {more} in the place of {getattr(batch, cut)}. "
             f"The global batch stays {batch.global_batch_size}."
         )
-        return plan.with_(batch=smaller), told
+        return plan.with_(batch=smaller, trainer=trainer), told
 
     def why_not(self, failure: Failure, restarts: int, previous: Failure | None, progressed: bool) -> str | None:
         """Return None to start again, or why not; see `framework.launch.RestartPolicy`."""
@@ -81,3 +86,8 @@ class Restart:
         if restarts >= self.max_restarts:
             return f"Not started again: recovery.max_restarts={self.max_restarts} is used up."
         return None
+
+
+def _starved(failure: Failure) -> bool:
+    """Whether a rank ran out of memory in its step; a save's copies don't get smaller with the batch."""
+    return bool(OUT_OF_MEMORY.search(failure.message)) and "CheckpointError" not in failure.message
