@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -342,11 +342,24 @@ def newest_complete(run_dir: str | os.PathLike[str]) -> Checkpoint | None:
     return Checkpoint(str(good[-1].path), good[-1].step, saved=good[-1].saved) if good else None
 
 
+def by_score(among: Sequence[Mark], better: str) -> list[Mark]:
+    """Return those of the marks, oldest first, that have a score, the best first; of equal ones the older, NaN last.
+
+    Args:
+        among: as `marks` returns them.
+        better: whether the best is the `min` or the `max`.
+    """
+    sign = 1 if better == "min" else -1
+    scored = [
+        (math.inf if math.isnan(mark.score) else sign * mark.score, mark) for mark in among if mark.score is not None
+    ]
+    return [mark for _, mark in sorted(scored, key=lambda pair: pair[0])]
+
+
 def best_complete(run_dir: str | os.PathLike[str]) -> Checkpoint | None:
     """Return the complete checkpoint with the best score of a run, the older of equal ones; None if none is scored."""
     scored = [mark for mark in marks(folder_of(run_dir))[0] if mark.score is not None and not math.isnan(mark.score)]
     if not scored:
         return None
-    sign = -1.0 if scored[-1].better == "max" else 1.0
-    best = min(scored, key=lambda mark: sign * (mark.score or 0.0))
+    best = by_score(scored, scored[-1].better)[0]
     return Checkpoint(str(best.path), best.step, saved=best.saved)

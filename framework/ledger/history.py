@@ -46,14 +46,12 @@ class Segment:
         run_dir: folder of its run.
         heads: data rank -> first line of its file.
         records: data rank -> step -> record.
-        torn: a rank's last line was cut off; the process died while it wrote.
     """
 
     name: str
     run_dir: Path
     heads: dict[int, dict[str, Any]] = field(default_factory=dict)
     records: dict[int, dict[int, Record]] = field(default_factory=dict)
-    torn: bool = False
 
     @property
     def head(self) -> dict[str, Any]:
@@ -118,9 +116,7 @@ def read(run_dir: Path) -> list[Segment]:
 
 
 def _read_file(path: Path, rank: int, segment: Segment) -> None:
-    lines = path.read_bytes().split(b"\n")
-    if lines.pop():  # no newline at its end: the last line isn't whole
-        segment.torn = True
+    lines = path.read_bytes().split(b"\n")[:-1]  # what comes after the last newline is no whole line
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

@@ -7,7 +7,6 @@ would lose: the newest `keep`, the best `save_top_k` by the monitored metric, an
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from pathlib import Path
@@ -336,12 +335,7 @@ class Checkpoints(Checkpoint):
 
     def _best(self, marks: list[Mark]) -> list[Mark]:
         """Return the best `save_top_k` scored checkpoints, best first; of equal ones the older."""
-        worst = math.inf if self.settings.monitor_mode == "min" else -math.inf
-        sign = 1 if self.settings.monitor_mode == "min" else -1
-        scored = [
-            (sign * (worst if math.isnan(mark.score) else mark.score), mark) for mark in marks if mark.score is not None
-        ]
-        ordered = [mark for _, mark in sorted(scored, key=lambda pair: pair[0])]
+        ordered = files.by_score(marks, self.settings.monitor_mode)
         return ordered[: self.settings.save_top_k] if self.settings.save_top_k > 0 else ordered
 
     # -- what goes along -------------------------------------------------------------------------------------------
