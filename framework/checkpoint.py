@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,17 +18,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from framework.adapters import lightning_private
+from framework import versions
 from framework.agreement import gather, ranks, together
-from framework.checkpoint_files import CheckpointError, DamagedError, mark_damaged
+from framework.checkpoint_files import CheckpointError
 from framework.encoding import decode, encode, tensor_entries
-from framework.plan import FILE, Checkpoint, MeshSpec
+from framework.plan import Checkpoint, MeshSpec
 from framework.state import (
     Entries,
     ModuleState,
     flatten_optimizer,
     module_state,
-    optimizer_state,
     optimizer_template,
     restore_optimizer,
     state_of,
@@ -38,14 +36,13 @@ from framework.state import (
 __all__ = [
     "CheckpointError",
     "CheckpointStore",
-    "StateKeeper",
     "load_checkpoint",
     "load_module_state",
     "save_checkpoint",
 ]
 
 if TYPE_CHECKING:
-    from framework.strategy import MeshStrategy
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +68,8 @@ class CheckpointStore(Protocol):
             path: directory to make. A complete checkpoint there is replaced, but not before the new one is complete.
             tensors: name -> what this rank holds: plain tensors whole (of equal names, the lowest rank's is
                 written), DTensors each rank its shard. Ranks may pass different names.
-            meta: plain JSON data with an int `step`; rank 0's is written.
+            meta: plain JSON data with an int `step`; rank 0's is written. Each rank's has the `clock`, as
+                `framework.versions.Clock.to_dict` gives it.
         """
 
     def load(self, path: str, tensors: Mapping[str, Tensor], scope: Sequence[str] = ()) -> Mapping[str, Any]:
@@ -109,121 +107,9 @@ class CheckpointStore(Protocol):
         """Delete a checkpoint. To be called on one rank."""
 
 
-class StateKeeper:
-    """The part of the strategy that knows about state; one a process, made when the model has its final layout.
-
-    Args:
-        strategy: gives plan, hooks and optimizers.
-        module: the user's, after surgery.
-    """
-
-    def __init__(self, strategy: MeshStrategy, module: LightningModule) -> None:
-        self.strategy = strategy
-        self.module = module
-        self._store: CheckpointStore | None = None
-        self._untold: tuple[str, int] | None = None
-
-    @property
-    def store(self) -> CheckpointStore:
-        """The chosen store; CheckpointError if `checkpoint=none`."""
-        if self._store is None:
-            self._store = self.strategy.manager.hook.make_checkpoint_io(plan=self.strategy.plan)
-        if self._store is None:
-            raise CheckpointError("Nothing can be saved or loaded with checkpoint=none: type checkpoint=dcp")
-        return self._store
-
-    def module_state(self) -> dict[str, Any]:
-        """Lightning's `state_dict`: every name of this rank -> its tensor (nothing is copied)."""
-        state = module_state(self.module)
-        return {**state.detached(), **state.extra}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """One entry of Lightning's `optimizer_states`."""
-        return optimizer_state(self.module, optimizer)
-
-    def save(self, checkpoint: dict[str, Any], path: str | PathLike[str]) -> None:
-        """Write a checkpoint and tell the plugins. Collective."""
-        self.wait()
-        save_checkpoint(self.store, checkpoint, str(path), self.strategy.plan.mesh)
-        self._untold = (str(path), int(checkpoint["global_step"]))
-        if not getattr(self.store, "saving", False):
-            self.wait()
-
-    def load(self, path: str | PathLike[str]) -> dict[str, Any]:
-        """Fill the module, and in `fit` the optimizers. Collective. Returns Lightning's dict.
-
-        A damaged checkpoint that nobody asked for by its name is marked, and the newest before it taken.
-
-        Raises:
-            CheckpointError: it can't be loaded; or it is damaged, and so is every one before it.
-        """
-        self.wait()
-        fitting = self.module.trainer.state.fn == "fit"
-        if fitting:
-            lightning_private.resume_cleanly(self.module.trainer)
-        tried: set[Path] = set()
-        while True:
-            try:
-                return self.read(str(path), fitting)
-            except DamagedError as damage:
-                tried.add(Path(path))
-                if not self.strategy.plan.fall_back:
-                    raise
-                path = self._before(Path(path), damage)
-                if Path(path) in tried:  # it couldn't be marked
-                    raise
-                lightning_private.resume_from(self.module.trainer, path)
-
-    def read(self, path: str, fitting: bool) -> dict[str, Any]:
-        """Fill the module, and if `fitting` the optimizers, from one checkpoint. Collective."""
-        return load_checkpoint(
-            self.store,
-            path,
-            self.module,
-            self.strategy.optimizers if fitting else None,
-            mesh=self.strategy.plan.mesh,
-            strict=self.module.strict_loading,
-        )
-
-    def _before(self, path: Path, damage: DamagedError) -> str:
-        """Mark a damaged checkpoint and return the newest one that is left. Collective."""
-
-        def choose() -> str:
-            if ranks()[0] != 0:
-                return ""
-            mark_damaged(path, str(damage))
-            plan, run = self.strategy.plan, path.resolve().parents[1]
-            if (run / FILE).is_file():  # perhaps another run's
-                plan = plan.with_(run_dir=str(run))
-            left: Checkpoint | None = self.strategy.manager.hook.newest_complete(plan=plan)
-            if left is None:
-                raise CheckpointError(f"{damage}; there is no other checkpoint in {plan.run_dir}.")
-            return left.path
-
-        chosen = gather(together(f"Loading {path}", choose, CheckpointError))[0]
-        _say(f"{damage}. Marked as damaged; this run goes on from {chosen} instead.")
-        return str(chosen)
-
-    def put_back(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take over tensors that the user's `on_load_checkpoint` put into the loaded `state_dict`."""
-        load_module_state(self.module, checkpoint["state_dict"])
-
-    def wait(self) -> None:
-        """Return when everything saved is durable; tell the plugins what is complete now. Collective."""
-        untold, self._untold = self._untold, None  # a save that failed is told to nobody
-        wait = getattr(self._store, "wait", None)  # stores that are done when `save` returns need none
-        if wait is not None:
-            wait()
-        if untold is not None and ranks()[0] == 0:
-            self.strategy.manager.hook.on_checkpoint_saved(path=untold[0], step=untold[1])
-
-    def remove(self, path: str | PathLike[str]) -> None:
-        """Delete a checkpoint on rank 0; the others wait. What is to take its place is durable before."""
-        self.wait()
-        together(f"Removing {path}", lambda: self.store.remove(str(path)) if ranks()[0] == 0 else None, CheckpointError)
-
-
-def save_checkpoint(store: CheckpointStore, checkpoint: Mapping[str, Any], path: str, mesh: MeshSpec) -> None:
+def save_checkpoint(
+    store: CheckpointStore, checkpoint: Mapping[str, Any], path: str, mesh: MeshSpec, life: int = 1
+) -> None:
     """Write Lightning's checkpoint dict. Collective.
 
     Args:
@@ -233,9 +119,10 @@ def save_checkpoint(store: CheckpointStore, checkpoint: Mapping[str, Any], path:
             isn't a tensor is taken from rank 0.
         path: directory to make.
         mesh: of this run; tells at loading whether `rank_state` still fits.
+        life: of the run, as `versions.begin` counts; rank 0's is taken.
 
     Raises:
-        CheckpointError: on all ranks, if any can't save.
+        CheckpointError: on all ranks, if any can't save, or they hold states of different steps.
     """
     what = f"Saving {path}"
     model = state_of(checkpoint.get("state_dict", {}))
@@ -249,8 +136,13 @@ def save_checkpoint(store: CheckpointStore, checkpoint: Mapping[str, Any], path:
             "ties": model.ties,
             "extra": model.extra,
             "optimizers": [_groups(state) for state in optimizers],
+            "step": int(checkpoint.get("global_step", 0)),
+            "life": life,
         }
     )
+    groups = [mesh.data_rank(rank) if rank < mesh.world_size else rank for rank in range(len(reports))]
+    steps = [report["step"] for report in reports]
+    at = versions.joined(what, reports[0]["life"], groups, steps).to_dict()
 
     def build() -> dict[str, Any]:
         held = set().union(*(report["held"] for report in reports))
@@ -260,7 +152,8 @@ def save_checkpoint(store: CheckpointStore, checkpoint: Mapping[str, Any], path:
         rest = {key: value for key, value in checkpoint.items() if key not in _OWN_KEYS}
         meta_tensors: dict[str, Tensor] = {}
         meta = {
-            "step": int(checkpoint.get("global_step", 0)),
+            "step": reports[0]["step"],
+            "clock": at,
             "mesh": dataclasses.asdict(mesh),
             "ties": {name: first for report in reports for name, first in report["ties"].items()},
             "lightning": encode(rest, meta_tensors),
@@ -272,7 +165,7 @@ def save_checkpoint(store: CheckpointStore, checkpoint: Mapping[str, Any], path:
         tensors.update(meta_tensors)
         return meta
 
-    meta = together(what, lambda: build() if ranks()[0] == 0 else {}, CheckpointError)
+    meta = together(what, lambda: build() if ranks()[0] == 0 else {"clock": at}, CheckpointError)
     store.save(path, tensors, meta)
 
 
@@ -346,6 +239,7 @@ def load_checkpoint(
     what = f"Loading {path}"
     live = module_state(module)
     entries, meta = together(what, lambda: (store.entries(path), store.read_meta(path)), CheckpointError)
+    versions.check_same(what, gather(meta.get("clock")))
 
     def build() -> dict[str, Tensor]:
         _check(path, meta, live, optimizers)

@@ -103,7 +103,18 @@ def write_json(path: Path, value: Any) -> str:
     Returns:
         SHA-256 of what was to be written.
     """
-    content = json.dumps(value, allow_nan=False).encode()
+    content = json_bytes(value)
+    write_bytes(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return what `write_json` writes."""
+    return json.dumps(value, allow_nan=False).encode()
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write one file so that a reader finds the old content or the whole new one, also after a crash."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -111,7 +122,6 @@ def write_json(path: Path, value: Any) -> str:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_folder(path.parent)
-    return hashlib.sha256(content).hexdigest()
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +136,11 @@ def unsealed(path: Path) -> dict[str, Any]:
         OSError: it can't be read.
         ValueError: it is no JSON object, or not the one that was written.
     """
-    content = path.read_bytes()
+    return unsealed_bytes(path.read_bytes())
+
+
+def unsealed_bytes(content: bytes) -> dict[str, Any]:
+    """Return the sealed value that a JSON file of this content holds; ValueError as in `unsealed`."""
     value = json.loads(content)
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}")
@@ -161,17 +175,38 @@ def commit(temporary: Path, final: Path, step: int, world_size: int, hashes: Map
         world_size: ranks that saved.
         hashes: file name -> SHA-256 of what was to be written, of files that are read by everybody.
     """
-    siblings = marks(final.parent)[0]
-    files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-    mark = {
+    sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+    put_in_place(temporary, final, new_mark(final.parent, sizes, step, world_size, hashes or {}))
+
+
+def new_mark(
+    folder: Path, sizes: Mapping[str, int], step: int, world_size: int, hashes: Mapping[str, str],
+    clock: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the commit mark of the next save in `folder`.
+
+    Args:
+        folder: of the checkpoints.
+        sizes: file name -> bytes, of all files but the mark.
+        step: optimizer steps done.
+        world_size: ranks that saved.
+        hashes: as in `commit`.
+        clock: as `framework.versions.Clock.to_dict` gives it.
+    """
+    return {
         "format": FORMAT,
         "step": step,
-        "saves": 1 + max((mark.saves for mark in siblings), default=0),
+        "saves": 1 + max((mark.saves for mark in marks(folder)[0]), default=0),
         "world_size": world_size,
         "saved": time.time(),
-        "files": files,
-        "hashes": dict(hashes or {}),
+        "files": dict(sizes),
+        "hashes": dict(hashes),
+        "clock": None if clock is None else dict(clock),
     }
+
+
+def put_in_place(temporary: Path, final: Path, mark: Mapping[str, Any]) -> None:
+    """Turn the finished directory `temporary` into the checkpoint `final` with this commit mark; see `commit`."""
     write_json(temporary / META, sealed(mark))
     older = final.with_name(f".{final.name}.removed")
     if final.is_dir() and not final.is_symlink():

@@ -53,6 +53,9 @@ def _command(words: list[str]) -> int:
         from framework.ledger.command import main as ledger
 
         return ledger(words)
+    own = _locate(name)
+    if getattr(own, "words", False):
+        return int(own(words) or EXIT_OK)
     if "--help" in words or "-h" in words or name == "help":
         from framework.guide import help_page
         from framework.job import console
@@ -62,6 +65,16 @@ def _command(words: list[str]) -> int:
     if name == "plugins":
         return _plugins(words)
     return _composed(name, words)
+
+
+def _locate(name: str) -> Any:
+    """Return the function of a package's command; None for the core's."""
+    target = packages().commands.get(name)
+    if target is None:
+        return None
+    from framework.objects import locate
+
+    return locate(target.replace(":", "."))
 
 
 def _unknown_command(name: str) -> str:
@@ -158,12 +171,9 @@ def _runner(name: str) -> Callable[[RunPlan, Any], int]:
     """Return what to do with a plan: run it, or give it to a package's command."""
     from framework import job
 
-    target = packages().commands.get(name)
-    if target is None:
+    function = _locate(name)
+    if function is None:
         return lambda plan, model: job.run(plan, model)[0]
-    from framework.objects import locate
-
-    function = locate(target.replace(":", "."))
     return lambda plan, model: int(function(plan) or EXIT_OK)
 
 

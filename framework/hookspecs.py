@@ -16,7 +16,7 @@ The whole run::
     mesh_axes -> mesh                                  make_loggers, make_callbacks
     requirements, check_plan, check_model              Trainer.fit:
     plan_notes, split_dims, process_env                    make_stages                     (model on the meta device)
-    make_launcher, make_restart_policy                     each stage:
+    make_launcher, make_restart_policy, fetch_checkpoint   each stage:
     start workers ------------------------------------>        apply_tensor_parallel
     on_worker_failure <---------------- a rank died            apply_expert_parallel
     newest_complete, start again                               apply_context_parallel
@@ -73,7 +73,10 @@ class PackageSpecs:
 
     @hookspec
     def commands(self) -> Mapping[str, str]:
-        """Commands that the package adds: name -> `module:function`, called with the composed `RunPlan`."""
+        """Commands that the package adds: name -> `module:function`, called with the composed `RunPlan`.
+
+        A function with an attribute `words = True` is called with the words after the name; nothing is composed.
+        """
         raise AssertionError("a specification")
 
 
@@ -137,6 +140,10 @@ class LaunchSpecs:
     @hookspec(firstresult=True)
     def newest_complete(self, plan: RunPlan) -> Checkpoint | None:
         """Return the newest complete checkpoint of this run (not of the user's `ckpt_path`), or None."""
+
+    @hookspec(firstresult=True)
+    def fetch_checkpoint(self, plan: RunPlan, url: str) -> Checkpoint | None:
+        """Bring what `ckpt_path=url` means (`://` is in it) where it can be read; None = not mine."""
 
     @hookspec
     def on_run_end(self, plan: RunPlan, error: BaseException | None) -> None:

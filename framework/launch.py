@@ -8,6 +8,7 @@ followed by another attempt is the recovery plugin's (`make_restart_policy`).
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -314,17 +315,26 @@ def _first_start(plan: RunPlan, manager: pluggy.PluginManager) -> str | None:
     asked, run_dir = plan.ckpt_path, plan.run_dir
     if asked is None:
         return None
+    found: Checkpoint | None
+    if "://" in asked:
+        found = manager.hook.fetch_checkpoint(plan=plan, url=asked)
+        if found is None:
+            raise UsageError(f"ckpt_path={asked}: nothing here can fetch it; type checkpoint=dcp, or a path.")
+        _tell_start(found)
+        return found.path
     if asked not in STARTS:
         if not folder_of(asked).is_dir():
             return asked
         run_dir = asked
-    found: Checkpoint | None
     if asked == "best":
         found = best_complete(run_dir)
     else:
         found = manager.hook.newest_complete(plan=plan.with_(run_dir=str(Path(run_dir).resolve())))
-    if found is not None or asked == "auto":
-        return None if found is None else found.path
+    if found is not None:
+        _tell_start(found)
+        return found.path
+    if asked == "auto":
+        return None
     what = "checkpoint with a score (checkpoint.monitor)" if asked == "best" else "complete checkpoint"
     raise UsageError(f"ckpt_path={asked}: there is no {what} in {run_dir}; type ckpt_path=null to start afresh.")
 
@@ -339,11 +349,20 @@ def _begun(plan: RunPlan, start: str | None) -> RunPlan:
 def _why(newest: Checkpoint | None, start: str | None) -> str:
     """Say which file an attempt starts from, and why that one."""
     if newest is not None:
-        where = "" if newest.tier == "disk" else f", in {newest.tier}"
-        return f"{newest.path} (step {newest.step}{where}), the newest complete checkpoint of this run"
+        return f"{_told(newest)}, the newest complete checkpoint of this run"
     if start is not None:
         return f"{start}, given as ckpt_path, as this run has no complete checkpoint of its own yet"
     return "the start, as there is no complete checkpoint yet"
+
+
+def _tell_start(found: Checkpoint) -> None:
+    """Say where a run begins from, once a host: under torchrun each rank comes here, before its logs are set up."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        log.warning("This run begins from %s.", _told(found))
+
+
+def _told(found: Checkpoint) -> str:
+    return f"{found.path} (step {found.step}, in {found.tier}, found in {found.found_s:.2f} s)"
 
 
 def _result(outcome: Outcome, stop: StopSignals, restarts: int, start: str | None, reason: str) -> RunResult:

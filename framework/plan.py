@@ -120,7 +120,7 @@ class RunPlan:
         timeout_s: of every process group, seconds.
         threads: intra-op threads a rank; None = cores of the host / ranks on it, at least 1.
         ckpt_path: where attempt 0 starts from: None; a checkpoint; a run's folder (its newest complete one); of this
-            run_dir `last` (its newest), `best` (the best scored) or `auto` (its newest if it has one).
+            run_dir `last` (its newest), `best` (the best scored) or `auto` (its newest if it has one); a URL.
         fall_back: `ckpt_path` was found by the launcher, as the newest: an older one is taken if it turns out damaged.
         on_nonfinite: what all ranks do together when a loss isn't finite or is None on any: `raise` or `skip`.
         trainer: keyword arguments for Lightning's Trainer (`max_steps`, `gradient_clip_val`, ...).
@@ -210,14 +210,16 @@ class Checkpoint:
     Attributes:
         path: of its directory.
         step: optimizer steps done.
-        tier: `disk` or `memory`.
+        tier: `memory`, `peer`, `disk` or `remote`: where it was found; it lies at `path` now.
         saved: when, seconds since the epoch; 0 where nobody noted it.
+        found_s: what finding and fetching it took, seconds.
     """
 
     path: str
     step: int
     tier: str = "disk"
     saved: float = 0.0
+    found_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from framework import preemption, process_groups
 from framework.adapters import lightning_private, torch_private
 from framework.adapters.torch_private import tree_map
-from framework.checkpoint import StateKeeper
 from framework.clipping import clip_
 from framework.data import Loaders
 from framework.empty_stage import forget, placeholder
@@ -42,6 +41,7 @@ from framework.plugin_manager import manager_for
 from framework.precision import Precision, together
 from framework.randomness import MicroStepSeeds
 from framework.shared_weights import SharedWeights
+from framework.state_keeper import StateKeeper
 from framework.window import Window, batch_size
 
 if TYPE_CHECKING:

@@ -157,12 +157,12 @@ def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor
     )
 
 
-def ledger(run_dir: Path) -> tuple[list[str], str | None]:
+def ledger(run_dir: Path, steps: int = STEPS) -> tuple[list[str], str | None]:
     """Return what is wrong with a run's ledger, and the last link of its chain."""
     segments = history.read(run_dir)
     story, findings = history.history(run_dir, segments)
     segment, step = story.steps[-1]
-    assert step == STEPS
+    assert step == steps
     return [str(one) for one in (*findings, *history.check(story))], segment.records[0][step].chain
 
 

@@ -37,6 +37,7 @@ def main() -> None:
     )
     checkpoint.add_argument("--sizes", nargs="+", type=int, default=[200, 1000], help="of the state, MB")
     checkpoint.add_argument("--ranks", type=int, default=4)
+    checkpoint.add_argument("--recover", type=int, default=200, help="size of the state that each tier gives back, MB")
     checkpoint.add_argument("--interval", type=int, default=100, help="steps between two saves")
     checkpoint.add_argument("--step-ms", type=float, default=50.0, help="of an emulated step")
     checkpoint.add_argument("--rounds", type=int, default=3, help="how often each method saves")
@@ -110,11 +111,13 @@ def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
         report = savings.measure(arguments.steps, arguments.seeds)
         return report, savings.table(report)
     if arguments.command == "checkpoint":
-        from benchmarks import checkpoint
+        from benchmarks import checkpoint, tiers
+        from rich.console import Group
 
         asked = arguments
         report = checkpoint.measure(asked.sizes, asked.ranks, asked.interval, asked.step_ms, asked.rounds)
-        return report, checkpoint.table(report)
+        report["recovery"] = tiers.measure(asked.recover, asked.ranks, asked.rounds)
+        return report, Group(checkpoint.table(report), tiers.table(report["recovery"]))
     if arguments.command == "ledger":
         from benchmarks import ledger
 

@@ -19,5 +19,9 @@ def config_roots() -> Sequence[str]:
 
 @hookimpl
 def commands() -> Mapping[str, str]:
-    """What an option can show of a run that isn't started."""
-    return {"deepspeed_config": "framework_plugins.strategy.deepspeed_config:show"}
+    """Commands that belong to an option."""
+    return {
+        "deepspeed_config": "framework_plugins.strategy.deepspeed_config:show",
+        "keep": "framework_plugins.checkpoint.keeper:main",
+        "catalogue": "framework_plugins.checkpoint.remote:main",
+    }

@@ -59,7 +59,9 @@ def test_verb_tells_how_it_is_called(name: str) -> None:
     if verb in ("apply", "on"):
         assert not first
     if first:
-        assert verb in ("make", "newest", "shard"), f"{name}: only hooks that build or find one thing stop at a result"
+        assert verb in ("make", "newest", "fetch", "shard"), (
+            f"{name}: only hooks that build or find one thing stop at a result"
+        )
 
 
 ARGUMENTS = {
@@ -68,7 +70,8 @@ ARGUMENTS = {
         "requirements": "", "check_plan": "plan", "check_model": "plan model", "plan_notes": "plan",
         "split_dims": "plan model",
         "process_env": "plan", "make_launcher": "plan", "make_restart_policy": "plan",
-        "on_worker_failure": "plan failure attempt", "newest_complete": "plan", "on_run_end": "plan error",
+        "on_worker_failure": "plan failure attempt", "newest_complete": "plan",
+        "fetch_checkpoint": "plan url", "on_run_end": "plan error",
         "on_worker_start": "plan rank", "make_precision": "plan", "make_checkpoint_io": "plan", "make_strategy": "plan",
         "make_loggers": "plan", "make_callbacks": "plan", "make_stages": "module mesh plan",
         "apply_tensor_parallel": "part mesh plan", "apply_expert_parallel": "part mesh plan",

@@ -56,12 +56,12 @@ def slow_writer(delay_s: float, fails: Sequence[int] = ()) -> Any:
     """Delay writing, and let rank 1's fail at the given saves, counted from 1."""
     original, saves = storage.write_tensors, [0]
 
-    def write(path: Path, tensors: Any) -> str:
+    def write(path: Path, *args: Any) -> str:
         time.sleep(delay_s)
         saves[0] += 1
         if saves[0] in fails and path.name == storage.file_name(1):
             raise OSError(28, "No space left on device", str(path))
-        return original(path, tensors)
+        return original(path, *args)
 
     storage.write_tensors = write
     return original

@@ -11,8 +11,8 @@ import pytest
 from framework import checkpoint_files as files
 from framework.checkpoint_files import CheckpointError
 from framework.launch import prewarm
-from framework.plan import RunPlan
-from framework_plugins.checkpoint import memory
+from framework.plan import Checkpoint, RunPlan
+from framework_plugins.checkpoint import memory, tiers
 from framework_plugins.checkpoint.dcp import DCP
 
 
@@ -26,17 +26,21 @@ def save(root: Path, step: int) -> Path:
     return final
 
 
+def newest(run: Path, shm: str) -> Checkpoint | None:
+    return tiers.newest(str(run), DCP(memory_dir=shm))
+
+
 def test_the_newest_of_both_tiers_counts(tmp_path: Path) -> None:
     run, shm = tmp_path / "run", str(tmp_path / "shm")
-    assert memory.newest(str(run), shm) is None
+    assert newest(run, shm) is None
     save(run, 4)
-    assert memory.newest(str(run), shm).tier == "disk"  # type: ignore[union-attr]
+    assert newest(run, shm).tier == "disk"  # type: ignore[union-attr]
     in_memory = save(memory.make(str(run), shm), 6)
-    found = memory.newest(str(run), shm)
+    found = newest(run, shm)
     assert found is not None
     assert (found.step, found.tier, found.path) == (6, "memory", str(in_memory))
     save(run, 2)  # the run was gone back to an older one: what is saved last counts, whatever its step
-    assert memory.newest(str(run), shm).step == 2  # type: ignore[union-attr]
+    assert newest(run, shm).step == 2  # type: ignore[union-attr]
 
 
 def test_a_damaged_one_in_memory_leaves_the_disk_and_the_other_way_round(tmp_path: Path) -> None:
@@ -44,10 +48,10 @@ def test_a_damaged_one_in_memory_leaves_the_disk_and_the_other_way_round(tmp_pat
     on_disk = save(run, 4)
     in_memory = save(memory.make(str(run), shm), 6)
     (in_memory / files.META).unlink()
-    assert memory.newest(str(run), shm).step == 4  # type: ignore[union-attr]
+    assert newest(run, shm).step == 4  # type: ignore[union-attr]
     (on_disk / files.META).unlink()
     with pytest.raises(CheckpointError, match="none is complete"):
-        memory.newest(str(run), shm)
+        newest(run, shm)
 
 
 def test_a_run_finds_its_own_and_no_other(tmp_path: Path) -> None:
@@ -55,10 +59,10 @@ def test_a_run_finds_its_own_and_no_other(tmp_path: Path) -> None:
     run.mkdir()
     save(memory.make(str(run), shm), 6)
     assert memory.make(str(run), shm).stat().st_mode & 0o077 == 0, "nobody else's business"
-    assert memory.newest(str(run), shm).step == 6  # type: ignore[union-attr]
+    assert newest(run, shm).step == 6  # type: ignore[union-attr]
     shutil.rmtree(run)
     run.mkdir()
-    assert memory.newest(str(run), shm) is None, "another run that is called the same"
+    assert newest(run, shm) is None, "another run that is called the same"
     (run / memory.NOTE).write_text("../../etc")
     assert memory.root_of(str(run), shm) is None
     assert DCP().newest_complete(RunPlan(run_id="r", run_dir=str(run))) is None

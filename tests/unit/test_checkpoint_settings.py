@@ -12,8 +12,8 @@ from torch.optim import lr_scheduler
 
 from framework.checkpoint import schedule_changes
 from framework.plan import RunPlan
-from framework_plugins.checkpoint.callback import Pace
 from framework_plugins.checkpoint.dcp import DCP
+from framework_plugins.checkpoint.pace import Pace
 from framework_plugins.checkpoint.store import Took
 
 PLAN = RunPlan(run_id="r", run_dir="unused")
@@ -79,7 +79,7 @@ def test_settings_out_of_range_are_refused_in_words(name, value, words):
 def paced(monkeypatch, alone, beside, waited=0.1, complete=2.0, waiting=1.0):
     """Return whether the third save is in the background: the first is waited for, steps go on beside the second."""
     now = [0.0]
-    monkeypatch.setattr("framework_plugins.checkpoint.callback.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("framework_plugins.checkpoint.pace.time", SimpleNamespace(perf_counter=lambda: now[0]))
     pace = Pace()
 
     def steps(count, seconds, saving):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,72 +16,24 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from framework import checkpoint_files as files
 from framework.adapters import lightning_private
-from framework.agreement import ranks, together
+from framework.agreement import gather, ranks, together
 from framework.checkpoint import schedule_changes
 from framework.checkpoint_files import CheckpointError, Mark
 from framework.encoding import encode
 from framework.errors import UsageError
+from framework.plan import RunPlan
 from framework_plugins.checkpoint import memory
 from framework_plugins.checkpoint.dcp import DCP
-from framework_plugins.checkpoint.store import ShardedStore, Took
+from framework_plugins.checkpoint.pace import Pace
+from framework_plugins.checkpoint.peers import Peers
+from framework_plugins.checkpoint.remote import Remote
+from framework_plugins.checkpoint.store import ShardedStore
 
 log = logging.getLogger(__name__)
 
 
-CHEAP_S = 0.25
-"""A save that takes no longer is waited for: a kill just after it finds it complete."""
-
-
-class Pace:
-    """What saves cost: chooses between waiting for them and writing beside the steps (`checkpoint.mode=auto`).
-
-    A save that is waited for costs what it takes. One beside the steps costs the copying, and what the steps beside it
-    take longer than others: it competes with them for cores, memory and the interpreter.
-
-    Attributes:
-        background: what the next save should be.
-    """
-
-    def __init__(self) -> None:
-        self.background = False
-        self._alone: deque[float] = deque(maxlen=50)
-        self._beside: list[float] = []
-        self._last: float | None = None
-        self._noted: Took | None = None
-        self._waiting_s: float | None = None
-
-    def step(self, saving: bool) -> None:
-        """A batch has ended; `saving` = a save is in flight."""
-        now = time.perf_counter()
-        if self._last is not None:
-            (self._beside.append if saving else self._alone.append)(now - self._last)
-        self._last = now
-
-    def begin(self) -> None:
-        """A save begins: the time until the next batch's end isn't a step's."""
-        self._last = None
-
-    def end(self, took: Took, background: bool) -> None:
-        """A save is complete: compare; called again for the same one it does nothing."""
-        if took is self._noted:
-            return
-        self._noted = took
-        usual = median(self._alone) if self._alone else 0.0
-        lost = sum(max(0.0, step - usual) for step in self._beside)
-        steps, self._beside = len(self._beside), []
-        if not background:
-            if self._waiting_s is None and took.complete_s > CHEAP_S:
-                self.background = True  # the next one is tried beside the steps
-            self._waiting_s = took.complete_s
-            return
-        cost = took.waited_s + lost
-        if steps:
-            log.info("%s: %d steps beside it lost %.2f s.", took.path.name, steps, lost)
-        if self._waiting_s is not None and cost > self._waiting_s and steps:
-            self.background = False
-            log.info(
-                "Saving beside the steps costs %.2f s, waiting %.2f s: saves are waited for.", cost, self._waiting_s
-            )
+POLL_S = 0.2
+"""How often the ranks ask rank 0 whether it has copied all, at the end."""
 
 
 class Checkpoints(Checkpoint):
@@ -95,7 +45,7 @@ class Checkpoints(Checkpoint):
 
     Args:
         settings: of the option.
-        run_dir: folder of the run.
+        plan: of the run.
 
     Attributes:
         store: the strategy's, that saves; there from `on_fit_start` on.
@@ -103,11 +53,14 @@ class Checkpoints(Checkpoint):
 
     store: ShardedStore
 
-    def __init__(self, settings: DCP, run_dir: str) -> None:
+    def __init__(self, settings: DCP, plan: RunPlan) -> None:
         super().__init__()
         self.settings = settings
-        self.folder = files.folder_of(run_dir)
-        self._run_dir = run_dir
+        self.folder = files.folder_of(plan.run_dir)
+        self._plan = plan
+        self._run_dir = plan.run_dir
+        self._peers: Peers | None = None
+        self._remote: Remote | None = None
         self._memory: Path | None = None
         """Folder of the checkpoints in memory, while there are to be any."""
         self._remembered_step = 0
@@ -206,23 +159,55 @@ class Checkpoints(Checkpoint):
         self._here = trainer.strategy.broadcast((self.folder / files.step_name(trainer.global_step)).is_dir())
         self._start = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
         if self.settings.memory_every_n_steps:
-            root = together("Making room in memory", self._make_memory, CheckpointError)
-            self._memory = files.folder_of(trainer.strategy.broadcast(root))
+            made = together("Making room in memory", self._make_memory, CheckpointError)
+            name, stale = trainer.strategy.broadcast(made)
+            root = Path(name)
+            together("Making room in memory", lambda: self._make_room(root, stale), CheckpointError)
+            self.store.apart = self._memory = files.folder_of(root)
+            if self.settings.peers:
+                self._find_peers(root)
+        if self.settings.remote is not None:
+            self._remote = together("Opening checkpoint.remote", self._open_remote, CheckpointError)
         self.store.on_commit = self._committed
 
-    def _make_memory(self) -> str:
-        """Return the folder in memory, on rank 0; empty, unless this attempt has begun from it."""
+    def _find_peers(self, root: Path) -> None:
+        name, host = root.name.removeprefix("framework-"), ranks()[0] // self._plan.local_world_size
+        self._peers = Peers(self.settings.peers, name, self.settings.memory_dir, host)
+        alone = gather(not self._peers.others)
+        if any(alone):
+            raise CheckpointError(
+                f"checkpoint.peers={self.settings.peers} has no keeper on another host than that of rank"
+                f" {alone.index(True)}: a copy there would be gone with the host"
+            )
+        self.store.copy = self._copy
+
+    def _copy(self, path: Path, group: Any) -> None:
+        if path.parent == self._memory and self._peers is not None:
+            self._peers.send(path, group)
+
+    def _open_remote(self) -> Remote | None:
+        if ranks()[0] != 0 or self.settings.remote is None:
+            return None
+        return Remote(self.settings.remote, self.settings.remote_keep, self._plan)
+
+    def _make_memory(self) -> tuple[str, bool]:
+        """Return, on rank 0, the folder in memory, and whether it is older than where this attempt begins."""
         if ranks()[0] != 0:
-            return ""
-        run_dir, folder = self._run_dir, self.settings.memory_dir
-        root = memory.root_of(run_dir, folder)
-        if root is not None and (self._start is None or root.resolve() not in self._start.parents):
-            memory.clear(run_dir, folder)  # older than where this attempt begins
-        return str(memory.make(run_dir, folder))
+            return "", False
+        root = memory.make(self._run_dir, self.settings.memory_dir)
+        return str(root), self._start is None or root.resolve() not in self._start.parents
+
+    def _make_room(self, root: Path, stale: bool) -> None:
+        if ranks()[0] % self._plan.local_world_size == 0:
+            if stale:
+                memory.forget(root)
+            memory.make_room(root)
 
     def _committed(self, path: Path) -> None:
         if path in self._scores:
             self._tidy(path, self._scores.pop(path))
+            if self._remote is not None:
+                self._remote.send(path)
         elif path.parent == self._memory:  # and not another callback's
             for mark in files.marks(self._memory)[0]:
                 if mark.path != path:
@@ -274,8 +259,22 @@ class Checkpoints(Checkpoint):
         step = trainer.global_step
         if self._on and (step != self._saved_step or (not self._here and step != self._begun_step)):
             self.save_now(trainer)
-        if self.settings.memory_every_n_steps and ranks()[0] == 0:
-            memory.clear(self._run_dir, self.settings.memory_dir)  # what is on disk is newer
+        self._finish_remote()
+        if self._memory is not None:  # what is on disk is newer
+            memory.forget(self._memory.parent)
+            if ranks()[0] == 0:
+                memory.clear(self._run_dir, self.settings.memory_dir)
+                if self._peers is not None:
+                    self._peers.drop()
+
+    def _finish_remote(self) -> None:
+        """Wait until all is copied; no rank waits in a collective, which would have a time limit, for that."""
+        if self.settings.remote is None:
+            return
+        while not all(gather(self._remote is None or self._remote.idle)):
+            time.sleep(POLL_S)
+        if self._remote is not None:
+            self._remote.close()
 
     def _save_when_over(self, trainer: Trainer, score: float | None = None) -> None:
         """Save this step now, or at the end of an epoch when that is over."""

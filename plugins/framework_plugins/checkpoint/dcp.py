@@ -7,13 +7,11 @@ files.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from framework import Problem, RunPlan, hookimpl
-from framework.checkpoint_files import newest_complete
 from framework.plan import Checkpoint
-from framework_plugins.checkpoint.memory import newest
 
 if TYPE_CHECKING:
     from framework_plugins.checkpoint.callback import Checkpoints
@@ -34,6 +32,10 @@ class DCP:
         memory_every_n_steps: optimizer steps between two saves into this host's main memory, from which a restart takes
             it if it is the newest; 0 = none. The newest is kept; they are gone with the host, or when the run is done.
         memory_dir: folder of a memory file system; null = `/dev/shm`.
+        peers: host:port of keepers (`python -m framework keep`), one a host in the order of the hosts, or any others;
+            each checkpoint in memory is copied to another host's.
+        remote: URL, as fsspec has them, to which each checkpoint on disk is copied, with a catalogue; null = none.
+        remote_keep: how many of the newest are kept there.
         mode: `async` = training goes on as soon as each rank has copied what it holds, and a thread writes (twice the
             memory of the state); `sync` = training waits until all is on disk; `auto` = the first save is waited
             for, and the rest as well if that took a quarter of a second or less, or if the steps beside a save lost
@@ -52,6 +54,9 @@ class DCP:
     on_failure: str = "end"
     memory_every_n_steps: int = 0
     memory_dir: str | None = None
+    peers: list[str] = field(default_factory=list)
+    remote: str | None = None
+    remote_keep: int = 2
 
     @hookimpl
     def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
@@ -86,13 +91,31 @@ class DCP:
             ),
             (
                 "memory_every_n_steps",
-                not self.memory_every_n_steps or plan.num_nodes == 1 or self.memory_dir is not None,
+                not self.memory_every_n_steps or plan.num_nodes == 1 or bool(self.peers),
                 "hosts don't see one another's memory",
-                "checkpoint.memory_dir=<a memory file system that all hosts see>",
+                "checkpoint.peers=[<host:port of each host's keeper>]",
+            ),
+            (
+                "peers",
+                not self.peers or self.memory_every_n_steps > 0,
+                "peers hold copies of checkpoints in memory",
+                "checkpoint.memory_every_n_steps=10",
+            ),
+            ("remote_keep", self.remote_keep >= 1, "the newest one is always kept", "checkpoint.remote_keep=1"),
+            (
+                "remote",
+                self.remote is None or "://" in self.remote,
+                "it is a URL",
+                f"checkpoint.remote=file://{self.remote}",
             ),
             ("on_failure", self.on_failure in ("end", "go_on"), "it is end or go_on", "checkpoint.on_failure=end"),
         ]
-        return [
+        from framework_plugins.checkpoint import peers
+
+        wrong = peers.check(self.peers)
+        typed = f"checkpoint.peers={self.peers}"
+        unreachable = [] if wrong is None else [Problem(typed, wrong, "checkpoint.peers=[host:29600]")]
+        return unreachable + [
             Problem(f"checkpoint.{name}={getattr(self, name)}", reason, fix)
             for name, good, reason, fix in rules
             if not good
@@ -100,19 +123,30 @@ class DCP:
 
     @hookimpl
     def newest_complete(self, plan: RunPlan) -> Checkpoint | None:
-        """Return the newest complete checkpoint of this run, on disk or, if it saves there, in memory."""
-        return newest(plan.run_dir, self.memory_dir) if self.memory_every_n_steps else newest_complete(plan.run_dir)
+        """Return the newest complete checkpoint of this run, of all tiers that it saves to."""
+        from framework_plugins.checkpoint import tiers
+
+        return tiers.newest(plan.run_dir, self)
+
+    @hookimpl
+    def fetch_checkpoint(self, plan: RunPlan, url: str) -> Checkpoint | None:
+        """Fetch a checkpoint from a catalogue."""
+        from framework_plugins.checkpoint import remote
+
+        return remote.find(url, plan.run_dir)
 
     @hookimpl
     def make_checkpoint_io(self, plan: RunPlan) -> ShardedStore:
         """Return the store."""
         from framework_plugins.checkpoint.store import ShardedStore
 
-        return ShardedStore(background=self.mode == "async")
+        return ShardedStore(
+            background=self.mode == "async", ranks_a_host=None if plan is None else plan.local_world_size
+        )
 
     @hookimpl
     def make_callbacks(self, plan: RunPlan) -> Sequence[Checkpoints]:
         """Return the callback that saves and tidies."""
         from framework_plugins.checkpoint.callback import Checkpoints
 
-        return [Checkpoints(self, plan.run_dir)]
+        return [Checkpoints(self, plan)]

@@ -13,64 +13,77 @@ import secrets
 import shutil
 from pathlib import Path
 
-from framework import checkpoint_files as files
 from framework.checkpoint_files import CheckpointError
-from framework.plan import Checkpoint
 
 SYSTEM = Path("/dev/shm")
 """Linux's memory file system; half of the main memory, unless the administrator says otherwise."""
 NOTE = "memory_id"
 """File in the run's folder with the random part of the name of its folder in memory."""
+SIGN = "framework-keeper"
+"""File in a memory file system with the random name of the keeper that serves it."""
+
+
+def name_of(run_dir: str) -> str | None:
+    """Return the random name under which a run keeps checkpoints in memory; None if it keeps none."""
+    note = Path(run_dir) / NOTE
+    name = note.read_text().strip() if note.is_file() else ""
+    return name if re.fullmatch(r"[0-9a-f]{32}", name) else None
+
+
+def root(name: str, folder: Path | str | None) -> Path:
+    """Return the folder in memory of the run of that name."""
+    return (SYSTEM if folder is None else Path(folder)) / f"framework-{name}"
 
 
 def root_of(run_dir: str, folder: str | None) -> Path | None:
-    """Return where a run keeps its checkpoints in memory; None if it keeps none."""
-    note = Path(run_dir) / NOTE
-    name = note.read_text().strip() if note.is_file() else ""
-    return _root(name, folder) if re.fullmatch(r"[0-9a-f]{32}", name) else None
+    """Return where a run keeps its checkpoints in memory; None if it keeps none.
+
+    Raises:
+        CheckpointError: that folder belongs to somebody else.
+    """
+    name = name_of(run_dir)
+    if name is None:
+        return None
+    found = root(name, folder)
+    if found.is_dir() and found.stat().st_uid != os.getuid():
+        raise CheckpointError(f"{found} belongs to somebody else, and checkpoints in memory are looked for there")
+    return found
 
 
 def make(run_dir: str, folder: str | None) -> Path:
     """Return where a run keeps its checkpoints in memory; make that folder, for this user alone. Called on rank 0."""
-    root = root_of(run_dir, folder)
-    if root is None:
+    found = root_of(run_dir, folder)
+    if found is None:
         name = secrets.token_hex(16)
         (Path(run_dir) / NOTE).write_text(name)
-        root = _root(name, folder)
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return root
+        found = root(name, folder)
+    make_room(found)
+    return found
 
 
-def _root(name: str, folder: str | None) -> Path:
-    return (SYSTEM if folder is None else Path(folder)) / f"framework-{name}"
+def make_room(found: Path) -> None:
+    """Make a folder for this user alone, if it isn't there."""
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def newest(run_dir: str, folder: str | None) -> Checkpoint | None:
-    """Return the newest complete checkpoint of a run, in memory or on disk.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none is complete; or those in memory are somebody else's.
-    """
-    complaint: CheckpointError | None = None
-    found: list[Checkpoint] = []
-    in_memory = root_of(run_dir, folder)
-    if in_memory is not None and in_memory.is_dir() and in_memory.stat().st_uid != os.getuid():
-        raise CheckpointError(f"{in_memory} belongs to somebody else, and checkpoints in memory are looked for there")
-    for tier, root in (("memory", in_memory), ("disk", Path(run_dir))):
-        try:
-            one = None if root is None else files.newest_complete(root)
-        except CheckpointError as error:
-            complaint = error
-        else:
-            found += [] if one is None else [Checkpoint(one.path, one.step, tier, one.saved)]
-    if not found and complaint is not None:
-        raise complaint
-    return max(found, key=lambda one: one.saved, default=None)
+def forget(found: Path) -> None:
+    """Give the memory back that this host has spent on a run."""
+    shutil.rmtree(found, ignore_errors=True)
 
 
 def clear(run_dir: str, folder: str | None) -> None:
-    """Give the memory back."""
-    root = root_of(run_dir, folder)
-    if root is not None:
-        shutil.rmtree(root, ignore_errors=True)
+    """Give the memory back, and forget the name."""
+    found = root_of(run_dir, folder)
+    if found is not None:
+        forget(found)
     (Path(run_dir) / NOTE).unlink(missing_ok=True)
+
+
+def sign(folder: Path | str | None, make: bool = True) -> str:
+    """Return the name of the keeper of a memory file system, the same at each call; "" if there is none to be made."""
+    file = (SYSTEM if folder is None else Path(folder)) / SIGN
+    if not file.is_file():
+        if not make:
+            return ""
+        file.write_text(secrets.token_hex(16))
+    return file.read_text().strip()

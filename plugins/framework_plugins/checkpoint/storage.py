@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from framework.agreement import gather, ranks
-from framework.checkpoint_files import INDEX, CheckpointError, read_json, sync_folder, write_json
+from framework.checkpoint_files import INDEX, CheckpointError, read_json, sync_folder
 from framework.encoding import dtype_of
 
 
@@ -109,11 +109,28 @@ def kind_of(tensors: Mapping[str, Tensor]) -> Any:
     ]
 
 
-def write_pieces(folder: Path, pieces: Sequence[tuple[str, Piece, Tensor]]) -> tuple[list[tuple[str, Piece]], str]:
+@dataclass(frozen=True)
+class Written:
+    """What a rank wrote.
+
+    Attributes:
+        pieces: name of the tensor, and piece with its hash.
+        header: SHA-256 of the file's header; empty if there was nothing to be written.
+        size: of the file, bytes.
+    """
+
+    pieces: list[tuple[str, Piece]]
+    header: str = ""
+    size: int = 0
+
+
+def write_pieces(folder: Path, pieces: Sequence[tuple[str, Piece, Tensor]], version: str) -> Written:
     """Hash this rank's pieces, write them into one file and flush it to disk.
 
-    Returns:
-        Name and piece of each, with hashes; and the hash of the file's header, empty if nothing was to be written.
+    Args:
+        folder: of the checkpoint.
+        pieces: as `Layout.pieces` gives them.
+        version: of the state, in words; it is kept in the file.
     """
     tensors: dict[str, Tensor] = {}
     written = []
@@ -121,34 +138,31 @@ def write_pieces(folder: Path, pieces: Sequence[tuple[str, Piece, Tensor]]) -> t
         tensor = on_cpu(data)
         tensors[piece.key] = tensor
         written.append((name, replace(piece, sha256=hash_of(tensor))))
-    header = write_tensors(folder / file_name(ranks()[0]), tensors) if tensors else ""
-    return written, header
+    if not tensors:
+        return Written(written)
+    path = folder / file_name(ranks()[0])
+    header = write_tensors(path, tensors, {VERSION: version})
+    return Written(written, header, path.stat().st_size)
 
 
-def write_index(folder: Path, layout: Layout, written: Sequence[tuple[Sequence[tuple[str, Piece]], str]]) -> str:
-    """Write the index of what all ranks wrote; return its hash.
-
-    Raises:
-        CheckpointError: a file that a rank wrote isn't seen from here.
-    """
+def index_of(layout: Layout, written: Sequence[Written], version: str) -> dict[str, Any]:
+    """Return the index of what all ranks wrote."""
     tensors: dict[str, Any] = {}
     headers: dict[str, str] = {}
-    for pieces, header in written:
-        for name, piece in pieces:
+    for of_rank in written:
+        for name, piece in of_rank.pieces:
             dtype, shape = layout.tensors[name]
             entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
             entry["pieces"].append([list(piece.offsets), list(piece.sizes), piece.file, piece.key, piece.sha256])
-            headers[piece.file] = header
-    for file in headers:
-        if not (folder / file).is_file():
-            raise CheckpointError(
-                f"{file} was written but rank {ranks()[0]} can't see it: run_dir must be on a file system that all"
-                f" hosts share"
-            )
-    return write_json(folder / INDEX, {"tensors": tensors, "headers": headers})
+            headers[piece.file] = of_rank.header
+    return {"tensors": tensors, "headers": headers, VERSION: version}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+VERSION = "version"
+"""Key of the version, in words, in an index and in the metadata of each tensor file."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Write one safetensors file and flush it to disk; return the SHA-256 of its header.
 
     The library makes the header while it writes, so it is read back, and compared with what it must say.
@@ -157,7 +171,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         OSError: it can't be written; or safetensors' own error (full disk).
         CheckpointError: what is read back isn't what was written.
     """
-    save_file(dict(tensors), path, metadata={"format": "pt"})
+    save_file(dict(tensors), path, metadata={"format": "pt", **metadata})
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets the owner alone read
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -177,6 +191,14 @@ def read_header(path: Path) -> bytes:
     with path.open("rb") as file:
         length = file.read(8)
         return length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
+
+
+def _version_in(header: bytes) -> str:
+    """Return the version that a file says its state is of; empty if it doesn't say."""
+    try:
+        return str(json.loads(header[8:])["__metadata__"][VERSION])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def hash_of(tensor: Tensor) -> str:
@@ -207,6 +229,7 @@ class Index:
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[Piece]]] = {}
         content = read_json(folder / INDEX)
         self.headers: dict[str, str] = content.get("headers", {})
+        self.version: str = content.get(VERSION, "")
         for name, entry in content["tensors"].items():
             pieces = [Piece(tuple(offsets), tuple(sizes), *at) for offsets, sizes, *at in entry["pieces"]]
             self.tensors[name] = (dtype_of(entry["dtype"]), tuple(entry["shape"]), pieces)
@@ -270,8 +293,14 @@ class ShardReader(StorageReader):
 
     def _read_file(self, file: str, wanted: Mapping[Piece, Sequence[ReadItem]], planner: LoadPlanner) -> None:
         path, expected = self.index.folder / file, self.index.headers.get(file)
-        if expected is not None and hashlib.sha256(read_header(path)).hexdigest() != expected:
-            self.damaged.append(f"the header of {file} isn't the one that was written")
+        header = read_header(path)
+        if expected is not None and hashlib.sha256(header).hexdigest() != expected:
+            version = _version_in(header)
+            if version and version != self.index.version:
+                self.damaged.append(f"{file} holds the state of {version}, but this checkpoint is of"
+                                    f" {self.index.version}: it came late and isn't taken")  # fmt: skip
+            else:
+                self.damaged.append(f"the header of {file} isn't the one that was written")
             return
         with safe_open(path, framework="pt") as opened:
             for piece, items in wanted.items():

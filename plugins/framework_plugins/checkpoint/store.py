@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,18 @@ from framework import checkpoint_files as files
 from framework.agreement import gather, ranks, together
 from framework.checkpoint_files import CheckpointError, DamagedError
 from framework.plan import Checkpoint
-from framework_plugins.checkpoint.storage import Index, Layout, Piece, ShardReader, kind_of, write_index, write_pieces
+from framework.versions import Clock
+from framework_plugins.checkpoint.storage import (
+    Index,
+    Layout,
+    Piece,
+    ShardReader,
+    Written,
+    file_name,
+    index_of,
+    kind_of,
+    write_pieces,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +60,19 @@ class ShardedStore:
     Attributes:
         background: whether `save` returns as soon as this rank's pieces are copied, and a thread writes them. All ranks
             must agree; to be changed between saves.
-        on_commit: called on rank 0 with the path of each checkpoint that is complete, in the thread that wrote it.
+        on_commit: called with the path of each checkpoint that is complete, in the thread that wrote it, on the rank
+            that committed it: rank 0, and where hosts don't share the folder the first rank of each.
+        copy: called on all ranks after that, in the same thread, with the path and the thread's group. Collective.
+        apart: a folder that each host has for itself; None = hosts share all folders.
         last: what the last save took; None before the first is done.
     """
 
-    def __init__(self, background: bool = False) -> None:
+    def __init__(self, background: bool = False, ranks_a_host: int | None = None) -> None:
         self.background = background
         self.on_commit: Callable[[Path], None] | None = None
+        self.copy: Callable[[Path, dist.ProcessGroup | None], None] | None = None
+        self.apart: Path | None = None
+        self._ranks_a_host = ranks_a_host
         self.last: Took | None = None
         self._layout: Layout | None = None
         self._buffers: dict[str, Tensor] = {}
@@ -133,8 +151,13 @@ class ShardedStore:
     ) -> None:  # fmt: skip
         """Write, agree, commit. Collective, over `group` if it isn't the main thread that writes."""
         what = f"Saving {final}"
-        temporary = final.with_name(f".{final.name}.tmp")
-        first = ranks()[0] == 0
+        rank, world = ranks()
+        clock = meta.get("clock")
+        version = "" if clock is None else str(Clock.from_dict(clock))
+        # The name is this life's alone: what a rank of an earlier one still writes doesn't get into it.
+        temporary = final.with_name(f".{final.name}.{clock['life'] if clock else 0}.tmp")
+        apart = final.parent == self.apart and self._ranks_a_host is not None and self._ranks_a_host < world
+        first = rank % (self._ranks_a_host or world) == 0 if apart else rank == 0
 
         def prepare() -> None:
             if first:
@@ -142,24 +165,49 @@ class ShardedStore:
                     shutil.rmtree(temporary)
                 temporary.mkdir(parents=True)
 
+        def describe() -> tuple[dict[str, bytes], dict[str, Any]] | None:
+            if rank != 0:
+                return None
+            assert self._layout is not None
+            sizes = {file_name(number): one.size for number, one in enumerate(written) if one.size}
+            missing = [] if apart else [name for name in sizes if not (temporary / name).is_file()]
+            if missing:
+                raise CheckpointError(
+                    f"{missing[0]} was written but rank {rank} can't see it: run_dir must be on a file system that all"
+                    f" hosts share"
+                )
+            texts = {
+                files.INDEX: files.json_bytes(index_of(self._layout, written, version)),
+                files.STATE: files.json_bytes(meta),
+            }
+            sizes |= {name: len(content) for name, content in texts.items()}
+            hashes = {name: sha256(content).hexdigest() for name, content in texts.items()}
+            return texts, files.new_mark(final.parent, sizes, int(meta["step"]), world, hashes, clock)
+
         def commit() -> None:
             if first:
-                assert self._layout is not None
-                hashes = {files.INDEX: write_index(temporary, self._layout, written)}
-                hashes[files.STATE] = files.write_json(temporary / files.STATE, meta)
-                files.commit(temporary, final, step=int(meta["step"]), world_size=ranks()[1], hashes=hashes)
+                assert described is not None
+                texts, mark = described
+                for name, content in texts.items():
+                    files.write_bytes(temporary / name, content)
+                files.put_in_place(temporary, final, mark)
                 if self.on_commit is not None:
                     self.on_commit(final)
 
         together(what, prepare, CheckpointError, group)
         try:
-            own = together(what, lambda: write_pieces(temporary, pieces), CheckpointError, group)
-            written = gather(own, group)
+            own = together(what, lambda: write_pieces(temporary, pieces, version), CheckpointError, group)
+            written: list[Written] = gather(own, group)
+            described = together(what, describe, CheckpointError, group)
+            if apart:
+                described = gather(described, group)[0]
             together(what, commit, CheckpointError, group)
         except CheckpointError as error:
             if first:  # makes room: a full disk is the usual cause
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"{str(error).rstrip('.')}. Earlier checkpoints are intact.") from error
+        if self.copy is not None:
+            self.copy(final, group)
 
     def _note(self, path: Path, began: float, let_go: float | None) -> None:
         ended = time.perf_counter()

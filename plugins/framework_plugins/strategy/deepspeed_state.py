@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from framework.adapters import deepspeed_private
-from framework.checkpoint import StateKeeper, load_checkpoint, load_module_state
+from framework.checkpoint import load_checkpoint, load_module_state
 from framework.state import module_state, optimizer_state
+from framework.state_keeper import StateKeeper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

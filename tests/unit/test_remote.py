@@ -1,0 +1,197 @@
+"""The remote tier and its catalogue: over fsspec, against the S3 protocol (moto's server) and plain folders."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from framework import checkpoint_files as files
+from framework.cli import main
+from framework.errors import UsageError
+from framework.plan import RunPlan
+from framework.versions import Clock
+from framework_plugins.checkpoint import remote, tiers
+from framework_plugins.checkpoint.dcp import DCP
+from framework_plugins.checkpoint.remote import Remote, RemoteError
+from framework_plugins.checkpoint.store import ShardedStore
+
+TENSORS = {"model.a": torch.arange(6.0), "model.b": torch.ones(3, dtype=torch.float64)}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """URL of a bucket on a server of this machine."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "secret",
+        }.items():  # fmt: skip
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture(params=["s3", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path}/storage"
+    return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+
+
+def save(run: Path, step: int) -> Path:
+    path = files.folder_of(run) / files.step_name(step)
+    ShardedStore().save(str(path), TENSORS, {"step": step, "clock": Clock(1, (step,)).to_dict()})
+    return path
+
+
+def opened(url: str, run: Path, keep: int = 2) -> Remote:
+    run.mkdir(exist_ok=True)
+    return Remote(url, keep, RunPlan(run_id=run.name, run_dir=str(run)))
+
+
+def copied(to: Remote, *paths: Path) -> None:
+    for path in paths:
+        to.send(path)
+        end = time.monotonic() + 30
+        while not to.idle:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def loaded(path: str | Path) -> bool:
+    wanted = {name: torch.full_like(tensor, 7) for name, tensor in TENSORS.items()}
+    ShardedStore().load(str(path), wanted, ("model.",))
+    return all(torch.equal(wanted[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_another_cluster_finds_the_newest(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    to = opened(url, run)
+    copied(to, *(save(run, step) for step in (2, 4, 6)))
+    assert [row["step"] for row in remote.newest(url, to.name)] == [6, 4], "remote_keep=2"
+    for asked in (url, f"{url}/{to.name}", f"{url}/{to.name}/step-000006"):
+        found = remote.find(asked, str(tmp_path / f"elsewhere{len(asked)}"))
+        assert (found.step, found.tier) == (6, "remote")
+        assert loaded(found.path)
+    assert remote.find(f"{url}/{to.name}/step-000004", str(tmp_path / "elsewhere")).step == 4
+
+
+def test_a_lost_disk_is_had_again_and_a_newer_one_on_disk_counts(url: str, tmp_path: Path) -> None:
+    run, settings = tmp_path / "mine", DCP(remote=url)
+    copied(opened(url, run), save(run, 4))
+    found = tiers.newest(str(run), settings)
+    assert found is not None
+    assert (found.tier, found.step) == ("disk", 4), "of equal ones the fastest tier's"
+    save(run, 6)
+    assert tiers.newest(str(run), settings).step == 6  # type: ignore[union-attr]
+    for step in (4, 6):
+        files.remove(files.folder_of(run) / files.step_name(step))
+    found = tiers.newest(str(run), settings)
+    assert found is not None
+    assert (found.tier, found.step) == ("remote", 4)
+    assert loaded(found.path)
+
+
+def test_one_that_is_damaged_far_away_is_named_and_the_one_before_taken(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "mine"
+    to = opened(url, run)
+    copied(to, save(run, 2), save(run, 4))
+    system, root = fsspec.core.url_to_fs(url)
+    system.pipe_file(f"{root}/{to.name}/step-000004/{files.STATE}", b'{"step": 5}')
+    assert remote.find(url, str(tmp_path / "elsewhere")).step == 2
+    assert "state.json has 11 bytes" in caplog.text
+
+
+def test_a_copy_that_was_cut_off_is_not_in_the_catalogue(url: str, tmp_path: Path) -> None:
+    """The mark is written last, the catalogue after it: a kill in between leaves what was there before."""
+    run = tmp_path / "mine"
+    to = opened(url, run)
+    copied(to, save(run, 2))
+    system, root = fsspec.core.url_to_fs(url)
+    path = save(run, 4)
+    system.makedirs(f"{root}/{to.name}/{path.name}", exist_ok=True)
+    system.put_file(str(path / files.INDEX), f"{root}/{to.name}/{path.name}/{files.INDEX}")
+    assert remote.find(url, str(tmp_path / "elsewhere")).step == 2
+
+
+def test_a_storage_that_fails_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "mine"
+    to = opened(f"file://{tmp_path}/storage", run)
+    (tmp_path / "storage").mkdir(exist_ok=True)
+    (tmp_path / "storage" / to.name).write_text("no folder")
+    copied(to, save(run, 2))
+    assert "step-000002 isn't in file://" in caplog.text
+    assert remote.newest(f"file://{tmp_path}/storage", to.name) == []
+
+
+def test_of_several_runs_one_must_be_named(url: str, tmp_path: Path) -> None:
+    names = []
+    for name in ("one", "other"):
+        to = opened(url, tmp_path / name)
+        copied(to, save(tmp_path / name, 2))
+        names.append(to.name)
+    with pytest.raises(UsageError, match=rf"several runs: {names[0]}, {names[1]}; type ckpt_path=.*/<run>"):
+        remote.find(url, str(tmp_path / "elsewhere"))
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it has no catalogue of runs"):
+        remote.find(f"file://{tmp_path}/nothing", str(tmp_path))
+    with pytest.raises(UsageError, match="can't be opened"):
+        remote.find("nonsense://bucket", str(tmp_path))
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(RemoteError, match=r"Writing the catalogue of .*/file failed"):
+        opened(f"file://{tmp_path}/file", tmp_path / "mine")  # at the start of a run, not at its first save
+
+
+def test_an_entry_that_was_tampered_with_is_left_out(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "mine"
+    to = opened(url, run)
+    copied(to, save(run, 2))
+    system, root = fsspec.core.url_to_fs(url)
+    at = f"{root}/{remote.CATALOGUE}/{to.name}.json"
+    system.pipe_file(at, system.cat_file(at).replace(b'"step": 2', b'"step": 9'))
+    assert remote.entries(url) == {}
+    assert "is left out of the catalogue" in caplog.text
+
+
+def test_names_from_far_away_stay_in_the_folder(url: str, tmp_path: Path) -> None:
+    """A catalogue is somebody else's text: no name in it leads out of the run's folder."""
+    run = tmp_path / "mine"
+    to = opened(url, run)
+    copied(to, save(run, 2))
+    system, root = fsspec.core.url_to_fs(url)
+    at = f"{root}/{remote.CATALOGUE}/{to.name}.json"
+    entry: dict[str, Any] = files.unsealed_bytes(system.cat_file(at))
+    entry["checkpoints"][0]["name"] = "../../../step-000002"
+    system.pipe_file(at, files.json_bytes(files.sealed(entry)))
+    assert remote.newest(url, to.name) == []
+
+
+def test_the_command_shows_the_catalogue(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "mine"
+    to = opened(url, run)
+    copied(to, save(run, 2))
+    assert main(["catalogue", url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[to.name]["checkpoints"][0]["step"] == 2
+    assert main(["catalogue", url]) == 0
+    out = capsys.readouterr().out
+    assert to.name in out
+    assert "step 2" in out

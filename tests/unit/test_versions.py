@@ -1,0 +1,52 @@
+"""Vector clocks: which of two states is older, and which aren't mixed."""
+
+from __future__ import annotations
+
+import pytest
+
+from framework import versions
+from framework.versions import Clock, VersionError
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "older"),
+    [
+        (Clock(1, (4, 4)), Clock(1, (5, 5)), True),
+        (Clock(1, (4, 4)), Clock(1, (4, 4)), False),
+        (Clock(1, (4, 5)), Clock(1, (5, 5)), True),
+        (Clock(1, (4, 6)), Clock(1, (5, 5)), False),  # neither is: they were made apart
+        (Clock(1, (5, 5)), Clock(1, (4, 6)), False),
+        (Clock(1, (9, 9)), Clock(2, (4, 4)), True),  # a life that went back
+        (Clock(2, (4, 4)), Clock(1, (9, 9)), False),
+        (Clock(1, (4,)), Clock(1, (5, 5)), True),  # resized within a life: by an adaptation
+    ],
+)
+def test_which_is_older(one: Clock, other: Clock, older: bool) -> None:
+    assert one.before(other) is older
+
+
+def test_a_clock_travels_as_plain_data() -> None:
+    clock = Clock(3, (7, 7))
+    assert Clock.from_dict(clock.to_dict()) == clock
+    assert str(clock) == "step 7, life 3"
+    assert str(Clock(1, (4, 6))) == "step 4 to 6, life 1"
+
+
+def test_ranks_at_different_steps_are_named() -> None:
+    assert versions.joined("Saving x", 2, [0, 0, 1, 1], [5, 5, 5, 5]) == Clock(2, (5, 5))
+    with pytest.raises(VersionError, match=r"rank 3 \(data group 1\) is at step 4, the others at step 5"):
+        versions.joined("Saving x", 2, [0, 0, 1, 1], [5, 5, 5, 4])
+
+
+def test_ranks_that_read_different_versions_are_named() -> None:
+    clock = Clock(1, (5,)).to_dict()
+    versions.check_same("Loading x", [clock, clock])
+    versions.check_same("Loading x", [None, None])  # before there were clocks
+    with pytest.raises(VersionError, match="rank 1 reads step 4, life 1, the others step 5, life 1"):
+        versions.check_same("Loading x", [clock, Clock(1, (4,)).to_dict(), clock])
+
+
+def test_lives_are_counted(tmp_path) -> None:
+    assert [versions.begin(tmp_path) for _ in range(3)] == [1, 2, 3]
+    (tmp_path / versions.LIVES).write_text("nonsense")
+    assert versions.begin(tmp_path) == 1
