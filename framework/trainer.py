@@ -67,11 +67,12 @@ class MeshCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log how many steps were skipped, once there is any; end with a validation, wherever in an epoch that is."""
-        self.ledger.batch_end(trainer)
+        step = trainer.global_step
+        self.ledger.batch_end(step if pl_module.automatic_optimization else lightning_private.completed_steps(trainer))
         precision = trainer.precision_plugin
         if isinstance(precision, Precision) and precision.skipped_steps:
             pl_module.log("skipped_steps", float(precision.skipped_steps))
-        if trainer.global_step == trainer.max_steps:
+        if step == trainer.max_steps:
             trainer.should_stop = True  # upon which Lightning validates, and stops as it would anyway
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -139,7 +139,7 @@ class Fleet:
     def _end(self) -> bool:
         for rank in self.ranks:
             rank.trainer.global_step += 1
-            rank.ledger.batch_end(rank.trainer)
+            rank.ledger.batch_end(rank.trainer.global_step)
         return True
 
     def save(self) -> State:

@@ -91,12 +91,13 @@ class Ledger:
         }
         self._write([json.dumps(head, separators=(",", ":"))])
 
-    def batch_end(self, trainer: Trainer) -> None:
-        """At the end of an optimizer step note it."""
-        if self._loader is None:
-            return
-        step = lightning_private.completed_steps(trainer)
-        if step == self._step:
+    def batch_end(self, step: int) -> None:
+        """At the end of an optimizer step note it.
+
+        Args:
+            step: how many are done.
+        """
+        if self._loader is None or step == self._step:
             return
         self._step = step
         self._pending.append(Step(step, *self._loader.began(step), self._strategy.loaders.take()))
