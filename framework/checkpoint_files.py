@@ -72,6 +72,7 @@ class Mark:
         score: value of the monitored metric, None if there is none.
         better: whether the best score is the `min` or the `max`.
         saved: when, seconds since the epoch.
+        life: of the run that saved, see `framework.versions`; 0 = nobody counted.
     """
 
     path: Path
@@ -80,6 +81,7 @@ class Mark:
     score: float | None = None
     better: str = "min"
     saved: float = 0.0
+    life: int = 0
 
 
 def step_name(step: int) -> str:
@@ -265,6 +267,7 @@ def read_mark(path: str | os.PathLike[str]) -> Mark:
         mark = unsealed(path / META)
         step, saves, files = int(mark["step"]), int(mark["saves"]), dict(mark["files"])
         hashes = dict(mark.get("hashes", {}))
+        life = int((mark.get("clock") or {"life": 0})["life"])
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a complete checkpoint: its commit mark {META} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -277,7 +280,7 @@ def read_mark(path: str | os.PathLike[str]) -> Mark:
             raise DamagedError(f"{path} is damaged: {name} can't be read ({error})") from error
         if hashlib.sha256(content).hexdigest() != expected:
             raise DamagedError(f"{path} is damaged: the bytes of {name} aren't those that were written")
-    return Mark(path, step, saves, *_score(path), float(mark.get("saved", 0.0)))
+    return Mark(path, step, saves, *_score(path), float(mark.get("saved", 0.0)), life)
 
 
 def _check_sizes(path: Path, files: Mapping[str, int]) -> None:
@@ -374,7 +377,11 @@ def newest_complete(run_dir: str | os.PathLike[str]) -> Checkpoint | None:
             f"The run has checkpoints in {folder}, but none is complete ({causes}). Nothing was deleted: repair one,"
             f" move the folder away to start from the beginning, or give another one with ckpt_path=PATH"
         )
-    return Checkpoint(str(good[-1].path), good[-1].step, saved=good[-1].saved) if good else None
+    return _found(good[-1]) if good else None
+
+
+def _found(mark: Mark) -> Checkpoint:
+    return Checkpoint(str(mark.path), mark.step, saved=mark.saved, life=mark.life)
 
 
 def by_score(among: Sequence[Mark], better: str) -> list[Mark]:
@@ -396,5 +403,4 @@ def best_complete(run_dir: str | os.PathLike[str]) -> Checkpoint | None:
     scored = [mark for mark in marks(folder_of(run_dir))[0] if mark.score is not None and not math.isnan(mark.score)]
     if not scored:
         return None
-    best = by_score(scored, scored[-1].better)[0]
-    return Checkpoint(str(best.path), best.step, saved=best.saved)
+    return _found(by_score(scored, scored[-1].better)[0])

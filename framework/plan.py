@@ -213,6 +213,7 @@ class Checkpoint:
         tier: `memory`, `peer`, `disk` or `remote`: where it was found; it lies at `path` now.
         saved: when, seconds since the epoch; 0 where nobody noted it.
         found_s: what finding and fetching it took, seconds.
+        life: of the run that saved it; 0 where nobody counted.
     """
 
     path: str
@@ -220,6 +221,7 @@ class Checkpoint:
     tier: str = "disk"
     saved: float = 0.0
     found_s: float = 0.0
+    life: int = 0
 
 
 @dataclass(frozen=True)

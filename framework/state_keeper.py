@@ -112,12 +112,17 @@ class StateKeeper:
         return loaded
 
     def _before(self, path: Path, damage: DamagedError) -> str:
-        """Mark a damaged checkpoint and return the newest one that is left. Collective."""
+        """Mark a damaged checkpoint and return the newest one that is left. Collective.
+
+        On each host one rank looks: in its memory there may be others than in that of its neighbour.
+        """
+        speaks = ranks()[0] % self.strategy.plan.local_world_size == 0
+        if speaks:
+            mark_damaged(path, str(damage))
 
         def choose() -> str:
-            if ranks()[0] != 0:
+            if not speaks:
                 return ""
-            mark_damaged(path, str(damage))
             plan, run = self.strategy.plan, path.resolve().parents[1]
             if (run / FILE).is_file():  # perhaps another run's
                 plan = plan.with_(run_dir=str(run))
@@ -126,7 +131,11 @@ class StateKeeper:
                 raise CheckpointError(f"{damage}; there is no other checkpoint in {plan.run_dir}.")
             return left.path
 
-        chosen = gather(together(f"Loading {path}", choose, CheckpointError))[0]
+        gather(None)  # all hosts have marked it before any looks
+        found = {one for one in gather(together(f"Loading {path}", choose, CheckpointError)) if one}
+        if len(found) > 1:
+            raise CheckpointError(f"{damage}; hosts find different ones instead: {', '.join(sorted(found))}")
+        (chosen,) = found
         if ranks()[0] == 0:
             log.warning("%s. Marked as damaged; this run goes on from %s instead.", damage, chosen)
         return str(chosen)

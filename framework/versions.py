@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint_files import CheckpointError
+from framework.checkpoint_files import CheckpointError, folder_of, marks
 
 LIVES = "lives"
 """File in a run's folder: how often the run was started, by commands and restarts."""
@@ -62,7 +62,8 @@ def begin(run_dir: str | Path) -> int:
     file = Path(run_dir) / LIVES
     file.parent.mkdir(parents=True, exist_ok=True)
     text = file.read_text().strip() if file.is_file() else ""
-    life = 1 + (int(text) if text.isdecimal() else 0)
+    known = [mark.life for mark in marks(folder_of(run_dir))[0]]  # the file may be lost, or of a copied folder
+    life = 1 + max(int(text) if text.isdecimal() else 0, *known, 0)
     temporary = file.with_name(f".{LIVES}.tmp")
     temporary.write_text(f"{life}\n")
     temporary.replace(file)

@@ -17,7 +17,8 @@ import torch
 
 from framework import checkpoint_files as files
 from framework.versions import Clock
-from framework_plugins.checkpoint import memory, peers, wire
+from framework_plugins.checkpoint import memory, peers, tiers, wire
+from framework_plugins.checkpoint.dcp import DCP
 from framework_plugins.checkpoint.keeper import Keeper
 from framework_plugins.checkpoint.peers import Peers
 from framework_plugins.checkpoint.storage import file_name
@@ -149,6 +150,28 @@ def test_what_a_keeper_has_of_one_host_and_this_host_has_itself_make_a_whole(
     (found,) = peers.look([kept.peer], RUN, memory.root(RUN, host))
     assert set(found.at) == {file_name(0)}
     assert files.is_complete(peers.fetch(found, RUN, memory.root(RUN, host)))
+
+
+def test_one_that_is_damaged_in_this_hosts_memory_comes_from_the_peer(kept: Kept, host: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / memory.NOTE).write_text(RUN)
+    settings = DCP(memory_every_n_steps=1, memory_dir=str(host), peers=[kept.peer])
+    path = save(host, 4)
+    sender(kept, host).send(path, None)
+    found = tiers.newest(str(run), settings)
+    assert found is not None
+    assert found.tier == "memory"
+    content = bytearray((path / file_name(0)).read_bytes())
+    content[-1] ^= 1
+    (path / file_name(0)).write_bytes(content)
+    files.mark_damaged(path, "a bit has flipped")
+    found = tiers.newest(str(run), settings)
+    assert found is not None
+    assert (found.tier, found.step) == ("peer", 4)
+    read = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    ShardedStore().load(found.path, read, ("model.",))
+    assert torch.equal(read["model.b"], TENSORS["model.b"])
 
 
 @pytest.mark.parametrize(

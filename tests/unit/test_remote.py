@@ -127,6 +127,24 @@ def test_a_copy_that_was_cut_off_is_not_in_the_catalogue(url: str, tmp_path: Pat
     system.makedirs(f"{root}/{to.name}/{path.name}", exist_ok=True)
     system.put_file(str(path / files.INDEX), f"{root}/{to.name}/{path.name}/{files.INDEX}")
     assert remote.find(url, str(tmp_path / "elsewhere")).step == 2
+    opened(url, run)  # the next life tidies up
+    system.invalidate_cache()
+    assert not system.exists(f"{root}/{to.name}/{path.name}")
+    assert remote.find(url, str(tmp_path / "elsewhere")).step == 2
+
+
+def test_what_is_on_its_way_is_needed(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    to = opened(f"file://{tmp_path}/storage", run)
+    path = save(run, 2)
+    with to._wake:  # the thread can't begin
+        to._next = path
+        assert to.needed == {path}
+        to._wake.notify_all()
+    end = time.monotonic() + 30
+    while to.needed:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_storage_that_fails_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

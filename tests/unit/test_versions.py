@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from framework import checkpoint_files as files
 from framework import versions
 from framework.versions import Clock, VersionError
+from framework_plugins.checkpoint.store import ShardedStore
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,6 @@ def test_lives_are_counted(tmp_path) -> None:
     assert [versions.begin(tmp_path) for _ in range(3)] == [1, 2, 3]
     (tmp_path / versions.LIVES).write_text("nonsense")
     assert versions.begin(tmp_path) == 1
+    path = files.folder_of(tmp_path) / files.step_name(2)
+    ShardedStore().save(str(path), {"model.a": torch.ones(1)}, {"step": 2, "clock": Clock(7, (2,)).to_dict()})
+    assert versions.begin(tmp_path) == 8, "no life may seem older than what it finds"

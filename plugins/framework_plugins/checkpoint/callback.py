@@ -262,10 +262,10 @@ class Checkpoints(Checkpoint):
         self._finish_remote()
         if self._memory is not None:  # what is on disk is newer
             memory.forget(self._memory.parent)
-            if ranks()[0] == 0:
-                memory.clear(self._run_dir, self.settings.memory_dir)
-                if self._peers is not None:
-                    self._peers.drop()
+        if ranks()[0] == 0:
+            if self._peers is not None:
+                self._peers.drop()
+            memory.clear(self._run_dir, self.settings.memory_dir)
 
     def _finish_remote(self) -> None:
         """Wait until all is copied; no rank waits in a collective, which would have a time limit, for that."""
@@ -326,6 +326,7 @@ class Checkpoints(Checkpoint):
         best = self._best(marks)
         # A score of this step may be still to come: the newest are kept in any case.
         kept = {mark.path for mark in (*best, *marks[-self.settings.keep :])} | {path}
+        kept |= self._remote.needed if self._remote is not None else set()
         if self.settings.save_top_k != -1:
             for mark in marks:
                 if mark.path not in kept and mark.path.resolve() != self._start:

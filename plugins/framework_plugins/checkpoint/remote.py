@@ -137,9 +137,11 @@ class Remote:
             "checkpoints": known.get("checkpoints", []),
         }
         self._note(self._entry["checkpoints"])  # what can't be written to is known now, not at the first save
+        self._sweep()
         self._next: Path | None = None
+        self._now: Path | None = None
         self._wake = threading.Condition()
-        self._busy = self._closing = False
+        self._closing = False
         self._thread = threading.Thread(target=self._work, name="remote checkpoints", daemon=True)
         self._thread.start()
 
@@ -154,7 +156,12 @@ class Remote:
     @property
     def idle(self) -> bool:
         """Whether nothing is left to be copied."""
-        return self._next is None and not self._busy
+        return not self.needed
+
+    @property
+    def needed(self) -> set[Path]:
+        """Checkpoints that mustn't be deleted yet: the one that is being copied, and the next one."""
+        return {path for path in (self._now, self._next) if path is not None}
 
     def close(self) -> None:
         """End the thread; what it is copying isn't waited for."""
@@ -168,7 +175,8 @@ class Remote:
                 self._wake.wait_for(lambda: self._next is not None or self._closing)
                 if self._closing and self._next is None:
                     return
-                path, self._next, self._busy = self._next, None, True
+                path = self._now = self._next
+                self._next = None
             assert path is not None
             try:
                 began = time.perf_counter()
@@ -177,7 +185,7 @@ class Remote:
             except CheckpointError as error:
                 log.warning("%s isn't in %s: %s. Training goes on.", path.name, self.url, error)
             finally:
-                self._busy = False
+                self._now = None
 
     def _copy(self, path: Path) -> None:
         """Copy the files, the mark last; then the catalogue, then forget old ones."""
@@ -200,7 +208,7 @@ class Remote:
 
         _tried(f"Writing {self.url}", put)
         size = sum(file.stat().st_size for file in path.iterdir())
-        row = {"name": path.name, "step": mark.step, "saves": mark.saves, "saved": mark.saved, "bytes": size}
+        row = {"name": path.name, "step": mark.step, "life": mark.life, "saved": mark.saved, "bytes": size}
         rows = [one for one in self._entry["checkpoints"] if one["name"] != path.name] + [row]
         kept, dropped = rows[-self.keep :], rows[: -self.keep]
         self._note(kept)
@@ -210,6 +218,19 @@ class Remote:
     def _remove(self, name: str) -> None:
         there = f"{self._root}/{self.name}/{name}"
         _tried(f"Removing {name} from {self.url}", lambda: self._system.rm(there, recursive=True))
+
+    def _sweep(self) -> None:
+        """Remove what a kill left of copies that never were complete."""
+        folder, known = f"{self._root}/{self.name}", {row["name"] for row in self._entry["checkpoints"]}
+
+        def list_them() -> list[str]:
+            self._system.invalidate_cache()
+            found = self._system.ls(folder, detail=False) if self._system.exists(folder) else []
+            return [str(path).rpartition("/")[2] for path in found]
+
+        for name in _tried(f"Reading {self.url}", list_them):
+            if STEP_NAME.fullmatch(name) and name not in known:
+                self._remove(name)
 
     def _forget(self, name: str) -> None:
         self._note([one for one in self._entry["checkpoints"] if one["name"] != name])
@@ -227,10 +248,10 @@ class Remote:
 
 
 def newest(url: str, name: str) -> list[dict[str, Any]]:
-    """Return what the catalogue has of a run, the newest first: `name`, `step`, `saves`, `saved`, `bytes`."""
+    """Return what the catalogue has of a run, the newest first: `name`, `step`, `life`, `saved`, `bytes`."""
     rows = entries(url).get(name, {}).get("checkpoints", [])
     good = [row for row in rows if STEP_NAME.fullmatch(str(row.get("name")))]
-    return sorted(good, key=lambda row: float(row["saved"]), reverse=True)
+    return sorted(good, key=lambda row: (int(row["life"]), int(row["step"])), reverse=True)
 
 
 def fetch(url: str, run: str, step: str, run_dir: str) -> Path:
@@ -295,7 +316,7 @@ def find(url: str, run_dir: str) -> Checkpoint:
             complaint = error
         else:
             return Checkpoint(
-                str(path), int(row["step"]), "remote", float(row["saved"]), found_s=time.perf_counter() - began
+                str(path), int(row["step"]), "remote", float(row["saved"]), time.perf_counter() - began, row["life"]
             )
     assert complaint is not None
     raise complaint

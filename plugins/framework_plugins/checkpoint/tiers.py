@@ -24,10 +24,16 @@ log = logging.getLogger(__name__)
 class _Offer:
     """A checkpoint that a tier has; `take` brings it where it can be read, and returns its path."""
 
-    saved: float
+    life: int
     step: int
+    saved: float
     tier: str
     take: Callable[[], str]
+
+    @property
+    def age(self) -> tuple[int, int, float]:
+        """Newest last: a later life, in a life a later step; hosts' clocks count only where nobody counted lives."""
+        return self.life, self.step if self.life else 0, self.saved
 
 
 def newest(run_dir: str, settings: DCP) -> Checkpoint | None:
@@ -45,21 +51,21 @@ def newest(run_dir: str, settings: DCP) -> Checkpoint | None:
         except CheckpointError as error:
             complaints.append(error)
             log.warning("%s", error)
-    for offer in sorted(offers, key=lambda one: one.saved, reverse=True):  # stable: of equal ones the fastest tier's
+    for offer in sorted(offers, key=lambda one: one.age, reverse=True):  # stable: of equal ones the fastest tier's
         try:
             path = offer.take()
         except CheckpointError as error:
             complaints.append(error)
             log.warning("The checkpoint of step %d in %s can't be had: %s.", offer.step, offer.tier, error)
         else:
-            return Checkpoint(path, offer.step, offer.tier, offer.saved, time.perf_counter() - began)
+            return Checkpoint(path, offer.step, offer.tier, offer.saved, time.perf_counter() - began, offer.life)
     if complaints:
         raise complaints[-1]
     return None
 
 
 def _own(found: Checkpoint | None, tier: str) -> list[_Offer]:
-    return [] if found is None else [_Offer(found.saved, found.step, tier, lambda: found.path)]
+    return [] if found is None else [_Offer(found.life, found.step, found.saved, tier, lambda: found.path)]
 
 
 def _in_memory(run_dir: str, settings: DCP) -> list[_Offer]:
@@ -70,7 +76,10 @@ def _in_memory(run_dir: str, settings: DCP) -> list[_Offer]:
     if not settings.peers:  # with peers others may have what is missing here
         for error in damaged:
             log.warning("Checkpoint skipped: %s", error)
-    return [_Offer(mark.saved, mark.step, "memory", lambda path=mark.path: str(path)) for mark in marks]  # type: ignore[misc]
+    return [
+        _Offer(mark.life, mark.step, mark.saved, "memory", lambda path=mark.path: str(path))  # type: ignore[misc]
+        for mark in marks
+    ]
 
 
 def _with_peers(run_dir: str, settings: DCP) -> list[_Offer]:
@@ -80,8 +89,9 @@ def _with_peers(run_dir: str, settings: DCP) -> list[_Offer]:
     root = memory.root(run, settings.memory_dir)
     return [
         _Offer(
-            float(one.mark["saved"]),
+            int(one.mark["clock"]["life"]),
             int(one.mark["step"]),
+            float(one.mark["saved"]),
             "peer",
             lambda one=one: str(peers.fetch(one, run, root)),  # type: ignore[misc]
         )
@@ -100,8 +110,9 @@ def _far_away(run_dir: str, settings: DCP) -> list[_Offer]:
     url = settings.remote
     return [
         _Offer(
-            float(row["saved"]),
+            int(row["life"]),
             int(row["step"]),
+            float(row["saved"]),
             "remote",
             lambda row=row: str(remote.fetch(url, name, row["name"], run_dir)),  # type: ignore[misc]
         )
