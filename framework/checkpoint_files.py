@@ -260,11 +260,12 @@ def read_mark(path: str | os.PathLike[str]) -> Mark:
         raise CheckpointError(f"{path} is not a checkpoint: there is no such directory")
     _check_unmarked(path)
     try:
-        if (newer := read_json(path / META)["format"]) > FORMAT:
+        content = (path / META).read_bytes()
+        if (newer := json.loads(content)["format"]) > FORMAT:  # first: a newer one may be sealed in another way
             raise CheckpointError(
                 f"{path} has format {newer}, but this version reads up to {FORMAT}: use a newer version"
             )
-        mark = unsealed(path / META)
+        mark = unsealed_bytes(content)
         step, saves, files = int(mark["step"]), int(mark["saves"]), dict(mark["files"])
         hashes = dict(mark.get("hashes", {}))
         life = int((mark.get("clock") or {"life": 0})["life"])

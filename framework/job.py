@@ -14,8 +14,6 @@ from rich.console import Console, RenderableType
 from framework.plan import FILE, RunPlan
 from framework.rank_env import external_rank
 
-PLAN = FILE
-
 
 def claim(folder: Path) -> Path:
     """Make a new folder and return it: `folder`, or, if that exists, `folder-2`, `folder-3`, ...
@@ -60,7 +58,7 @@ def _simple(value: Any) -> Any:
 
 def read_plan(folder: Path | str) -> RunPlan:
     """Return the plan of an earlier run from its folder."""
-    return RunPlan.from_dict(yaml.safe_load((Path(folder) / PLAN).read_text(encoding="utf-8")))
+    return RunPlan.from_dict(yaml.safe_load((Path(folder) / FILE).read_text(encoding="utf-8")))
 
 
 def start_screen(plan: RunPlan, model: Any) -> RenderableType:
@@ -92,7 +90,7 @@ def run(plan: RunPlan, model: Any) -> tuple[int, dict[str, Any]]:
         return launch(plan).exit_code, {}
     folder = Path(plan.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / PLAN).write_text(plan_yaml(plan), encoding="utf-8")
+    (folder / FILE).write_text(plan_yaml(plan), encoding="utf-8")
     screen = console()
     screen.print(start_screen(plan, model))
     result = launch(plan)

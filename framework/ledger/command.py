@@ -70,12 +70,16 @@ def _tell(story: History, findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def _show(row: dict[str, Any]) -> None:
     print(" + ".join(row["runs"]))
-    again = f", {row['steps_made_again']} steps made again after a restart" if row["steps_made_again"] else ""
+    again = f", {_many(row['steps_made_again'], 'step')} made again after a restart" if row["steps_made_again"] else ""
     print(
-        f"  {row['steps']} steps, {row['samples']} samples of {row['epochs']} epochs; {row['attempts']} attempts, data "
-        f"ranks {row['data_ranks']}{again}; chain {row['chain']}"
+        f"  {_many(row['steps'], 'step')}, {_many(row['samples'], 'sample')} of {_many(row['epochs'], 'epoch')}; "
+        f"{_many(row['attempts'], 'attempt')}, data ranks {row['data_ranks']}{again}; chain {row['chain']}"
     )
     findings = row["findings"]
     for finding in findings[:SHOWN]:

@@ -16,8 +16,8 @@ from user_modules import Mlp, loader, regression
 from framework import Trainer, cli
 from framework import checkpoint_files as files
 from framework.errors import EXIT_OK, EXIT_USAGE
-from framework.job import PLAN, plan_yaml
-from framework.plan import RunPlan
+from framework.job import plan_yaml
+from framework.plan import FILE, RunPlan
 
 DATA = regression(samples=16)
 
@@ -40,7 +40,7 @@ def train(plan: RunPlan, module: type = Mlp) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     net = module()
     Trainer(plan).fit(net, loader(DATA, plan.batch.local_batch_size))
-    Path(plan.run_dir, PLAN).write_text(plan_yaml(plan))
+    Path(plan.run_dir, FILE).write_text(plan_yaml(plan))
     return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()} if plan.world_size == 1 else {}
 
 
@@ -134,7 +134,7 @@ def save_llama(run_dir: str) -> torch.Tensor:
         ShardedStore(), {"global_step": 1, "state_dict": module_state(module).detached()}, str(path), MeshSpec()
     )
     model = option("model", "hf", vocab_size=32, context=16)
-    Path(run_dir, PLAN).write_text(plan_yaml(RunPlan(run_id="r", run_dir=run_dir, components={"model": model})))
+    Path(run_dir, FILE).write_text(plan_yaml(RunPlan(run_id="r", run_dir=run_dir, components={"model": model})))
     module.eval()
     return module(torch.arange(12).reshape(1, 12)).detach()  # type: ignore[no-any-return]
 
@@ -154,7 +154,7 @@ def test_transformers_loads_it_and_gives_the_same_logits(tmp_path: Path) -> None
 def test_a_form_that_there_is_not_is_one_sentence(tmp_path: Path, model: Any, said: str, capsys: Any) -> None:
     save_llama(str(tmp_path))
     plan = RunPlan(run_id="r", run_dir=str(tmp_path), components={"model": model})
-    (tmp_path / PLAN).write_text(plan_yaml(plan))
+    (tmp_path / FILE).write_text(plan_yaml(plan))
     assert cli.main(["export", str(tmp_path), "--to", "hf"]) == EXIT_USAGE
     assert said in capsys.readouterr().err
 

@@ -251,7 +251,7 @@ def test_a_run_that_went_on_from_another_is_one_history(tmp_path: Path, capsys: 
     assert "name the run that it belongs to as well" in capsys.readouterr().out
     assert cli.main(["ledger", str(one), str(two), str(other)]) == EXIT_OK
     said = capsys.readouterr().out
-    assert "7 steps, 50 samples of 1 epochs; 2 attempts, data ranks 2 -> 4; chain" in said
+    assert "7 steps, 50 samples of 1 epoch; 2 attempts, data ranks 2 -> 4; chain" in said
     assert "The same samples in the same order as the first run, as far as both go." in said
     assert cli.main(["ledger", str(one), str(two), "--json"]) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["histories"][0]["steps"] == 7
