@@ -252,9 +252,9 @@ def _order_of(user: DataLoader[Any], seed: int, kind: str) -> tuple[Order | None
     sampler = user.sampler
     if user.batch_size is None:
         return None, False  # refused later, with words
-    if isinstance(sampler, SequentialSampler):
+    if type(sampler) is SequentialSampler:  # a subclass may have an order of its own
         return None, False
-    if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(user.dataset):  # type: ignore[arg-type]
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(user.dataset):  # type: ignore[arg-type]
         return None, True
     if isinstance(sampler, DistributedSampler):
         raise UsageError(
@@ -264,6 +264,8 @@ def _order_of(user: DataLoader[Any], seed: int, kind: str) -> tuple[Order | None
 
     def order(epoch: int) -> Sequence[int]:
         key = counter.derive("order", seed, epoch)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key >> 1)

@@ -82,6 +82,25 @@ def test_a_sampler_of_the_users_own_gives_the_order_alike_on_all_ranks() -> None
     assert {sample for batches in weighted for batch in batches for sample in batch} == {0, 1}
 
 
+class Turning(SequentialSampler):
+    """Begins one sample later in each epoch, which it is told as torch's DistributedSampler is."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.epoch + index) % 8 for index in range(8)])
+
+
+def test_a_sampler_of_the_users_own_is_told_the_epoch() -> None:
+    trainer = FakeTrainer()
+    loader = process(DataLoader(Ids(8), sampler=Turning(Ids(8))), two(), trainer=trainer)
+    assert ids(loader) == [[0, 1], [4, 5]]
+    trainer.global_step = 2
+    trainer.fit_loop.epoch_progress.current.processed = 3
+    assert ids(loader) == [[3, 4], [7, 0]]
+
+
 def test_epochs_follow_lightnings() -> None:
     trainer = FakeTrainer()
     loader = process(DataLoader(Ids(8), shuffle=True), two(), trainer=trainer)
