@@ -308,6 +308,7 @@ def _settings(user: DataLoader[Any]) -> dict[str, Any]:
         "num_workers": user.num_workers,
         "collate_fn": user.collate_fn,
         "pin_memory": user.pin_memory,
+        "pin_memory_device": user.pin_memory_device,
         "timeout": user.timeout,
         "worker_init_fn": _WorkerInit(user.worker_init_fn),
         "multiprocessing_context": user.multiprocessing_context,

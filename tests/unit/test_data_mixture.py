@@ -109,6 +109,13 @@ class Numbers(LightningDataModule):
         return DataLoader(Ids(2), collate_fn=self.collate)
 
 
+class Pairs(Numbers):
+    """Samples with one more entry, which collation would leave out in silence."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader([{"id": index, "more": index} for index in range(self.size)])  # type: ignore[arg-type]
+
+
 def test_the_module_joins_the_sources() -> None:
     data = Mixture(sources={"a": Numbers(5), "b": Numbers(7), "c": Numbers(9)}, weights={"a": 1, "b": 1, "c": 0})
     data.prepare_data()
@@ -155,6 +162,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
+        (Pairs(7), r"data\.sources\.b have the entries id, more, and those of data\.sources\.a have id: samples"),
         (Numbers(7, stream=True), r"data\.sources\.b has no DataLoader of a map-style data set"),
         (Numbers(7, collate=list), "several collate_fn"),
         (Numbers(0), r"data\.sources\.b has no sample.*data\.weights\.b=0"),

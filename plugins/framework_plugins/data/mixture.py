@@ -129,6 +129,12 @@ class Mix(Dataset[Any]):
         return self.sources[number][sample]
 
 
+def _entries(data: Any) -> str:
+    """Return the names of what a sample has, or its type if they have none."""
+    sample = data[0]
+    return ", ".join(sorted(map(str, sample))) if isinstance(sample, Mapping) else type(sample).__name__
+
+
 class Draws(Sampler[int]):
     """The draws of an epoch, in order: the next ones of all that a run makes."""
 
@@ -211,6 +217,14 @@ class Mixture(LightningDataModule):
 
     def _joined(self, loaders: Mapping[str, DataLoader[Any]], data: Dataset[Any], **how: Any) -> DataLoader[Any]:
         """Return a loader of single samples of the sources."""
+        entries = {name: _entries(loader.dataset) for name, loader in loaders.items() if len(loader.dataset)}  # type: ignore[arg-type]
+        first, wanted = next(iter(entries.items()), ("", ""))
+        for name, found in entries.items():
+            if found != wanted:  # collation takes what the first sample has and leaves out the rest
+                raise UsageError(
+                    f"Samples of data.sources.{name} have the entries {found}, and those of data.sources.{first} have "
+                    f"{wanted}: samples of one batch need the same (of data=packed, attention=window has no others)."
+                )
         collates = {loader.collate_fn for loader in loaders.values()}
         collates = {default_collate if collate is as_it_is else collate for collate in collates}
         if len(collates) > 1:
