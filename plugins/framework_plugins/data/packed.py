@@ -52,15 +52,24 @@ class Packs(Windows):
         and `positions`, its place in what the window has of the document.
         """
         batch = super().__getitems__(indices)
-        starts = np.asarray(indices, dtype=np.int64)[:, None] * self.context
-        places = starts + np.arange(self.context)
-        document = np.searchsorted(self.ends, places, side="right")
-        batch["targets"][torch.from_numpy(places + 1 == self.ends[document])] = IGNORED
+        begins = self._begins(np.asarray(indices, dtype=np.int64) * self.context)
+        batch["targets"][torch.from_numpy(begins[:, 1:])] = IGNORED
         if self.confined:
-            begins = np.where(document > 0, self.ends[document - 1], 0)
-            batch["documents"] = torch.from_numpy(document - document[:, :1])
-            batch["positions"] = torch.from_numpy(places - np.maximum(begins, starts))
+            places = np.arange(self.context)
+            batch["documents"] = torch.from_numpy(np.cumsum(begins[:, :-1], 1, dtype=np.int64))
+            newest = np.maximum.accumulate(np.where(begins[:, :-1], places, 0), 1)
+            batch["positions"] = torch.from_numpy(places - newest)
         return batch
+
+    def _begins(self, starts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return where in each window, and just after it, another document begins: [windows, context + 1]."""
+        first = np.searchsorted(self.ends, starts, side="right")
+        count = np.searchsorted(self.ends, starts + self.context, side="right") - first
+        window = np.repeat(np.arange(len(starts)), count)
+        number = np.arange(len(window)) + np.repeat(first - (np.cumsum(count) - count), count)
+        begins = np.zeros((len(starts), self.context + 1), dtype=bool)
+        begins[window, self.ends[number] - starts[window]] = True
+        return begins
 
 
 class Packed(Text):
