@@ -10,6 +10,7 @@ It travels in the checkpoint through Lightning's own protocol for stateful loade
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ from framework.randomness import random_numbers
 
 if TYPE_CHECKING:
     from pluggy import PluginManager
+
+log = logging.getLogger(__name__)
 
 Order = Callable[[int], Sequence[int]]
 """Epoch -> indices of the dataset in the order in which all ranks together read them."""
@@ -151,6 +154,11 @@ class Loaders:
             order=order,
         )
         if batches is not None:
+            if where.train and user.drop_last and batches.usable % self.plan.batch.global_batch_size:
+                log.warning(
+                    "drop_last=True of the training loader isn't read, since ranks make each batch together: type "
+                    "sampler.drop_last=true to leave out samples that don't fill a global batch."
+                )
             return Loader(user, batches, where)
         if self.plan.mesh.data_ranks > 1:
             raise UsageError(
@@ -252,9 +260,9 @@ def _order_of(user: DataLoader[Any], seed: int, kind: str) -> tuple[Order | None
     sampler = user.sampler
     if user.batch_size is None:
         return None, False  # refused later, with words
-    if isinstance(sampler, SequentialSampler):
+    if type(sampler) is SequentialSampler:  # a subclass may have an order of its own
         return None, False
-    if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(user.dataset):  # type: ignore[arg-type]
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(user.dataset):  # type: ignore[arg-type]
         return None, True
     if isinstance(sampler, DistributedSampler):
         raise UsageError(
@@ -264,6 +272,8 @@ def _order_of(user: DataLoader[Any], seed: int, kind: str) -> tuple[Order | None
 
     def order(epoch: int) -> Sequence[int]:
         key = counter.derive("order", seed, epoch)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key >> 1)

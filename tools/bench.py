@@ -61,6 +61,7 @@ def main() -> None:
     start.add_argument("--rounds", type=int, default=3)
     ledger = commands.add_parser("ledger", help="what always writing down the trained samples costs a step")
     ledger.add_argument("--steps", type=int, default=300, help="optimizer steps that are measured")
+    _data_arguments(commands)
     zero = commands.add_parser("zero", help="DeepSpeed's stages and FSDP2: bytes a rank and tokens a second")
     zero.add_argument("--ranks", type=int, default=2)
     zero.add_argument("--steps", type=int, default=20, help="optimizer steps that are timed")
@@ -75,6 +76,17 @@ def main() -> None:
     Console().print(shown)
     if arguments.json:
         arguments.json.write_text(json.dumps({**machine(), arguments.command: report}, indent=2) + "\n")
+
+
+def _data_arguments(commands: Any) -> None:
+    data = commands.add_parser("data", help="samples a second and data wait: our loader, torch's, torchdata's")
+    data.add_argument("--workers", nargs="+", type=int, default=[0, 2], help="worker processes")
+    data.add_argument("--rounds", type=int, default=7, help="how often each loader runs")
+    data.add_argument("--batches", type=int, default=60, help="batches that are timed in a round")
+    data.add_argument("--batch-size", type=int, default=32)
+    data.add_argument("--context", type=int, default=1024, help="tokens of a window")
+    data.add_argument("--pictures", type=int, default=128, help="files that are made")
+    data.add_argument("--step-ms", type=float, default=40.0, help="of an emulated step, for data wait")
 
 
 def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -118,6 +130,12 @@ def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
         report = checkpoint.measure(asked.sizes, asked.ranks, asked.interval, asked.step_ms, asked.rounds)
         report["recovery"] = tiers.measure(asked.recover, asked.ranks, asked.rounds)
         return report, Group(checkpoint.table(report), tiers.table(report["recovery"]))
+    if arguments.command == "data":
+        from benchmarks import data
+
+        names = [field.name for field in fields(data.Settings)]
+        report = data.measure(data.Settings(**{name: getattr(arguments, name) for name in names}))
+        return report, data.table(report)
     if arguments.command == "ledger":
         from benchmarks import ledger
 

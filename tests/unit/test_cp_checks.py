@@ -49,6 +49,12 @@ def complaints(model: LightningModule, option: ContextParallel | None = None, cp
     return [str(problem) for problem in (option or Ring()).check_model(plan=plan, model=model)]
 
 
+def test_attention_inside_of_documents_is_refused_before_anything_starts() -> None:
+    with pytest.raises(PlanError, match=r"cp=ring: keeping attention to documents.*Type data\.attention=window"):
+        compose(["data=packed", "cp=ring"])
+    assert compose(["data=packed", "cp=ring", "data.attention=window"]).mesh.cp == 2
+
+
 @pytest.mark.parametrize(
     ("model", "option", "words"),
     [

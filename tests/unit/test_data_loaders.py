@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import multiprocessing
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from fleet import FakeTrainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage
 from plans import make_plan, option
 from reading import Ids, Stream
@@ -24,10 +27,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 from torch.utils.data.distributed import DistributedSampler
 
 from framework.data import Loaders
 from framework.errors import UsageError
+from framework.ledger.numbering import Collate, Numbered
 from framework.loaders import Loader, StreamLoader
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
@@ -50,14 +55,110 @@ def double(batch: list[Any]) -> Any:
     return {"id": 2 * torch.stack([row["id"] for row in batch])}
 
 
-def test_what_the_user_set_is_kept() -> None:
-    user = DataLoader(Ids(8), num_workers=2, collate_fn=double, timeout=9, prefetch_factor=3, persistent_workers=True)
-    ours = process(user, two(), rank=1)
-    assert type(ours) is Loader
-    kept = ("dataset", "num_workers", "collate_fn", "timeout", "prefetch_factor", "persistent_workers", "pin_memory")
-    assert all(getattr(ours, name) == getattr(user, name) for name in kept)
-    assert ids(process(DataLoader(Ids(8), collate_fn=double), two(), rank=1)) == [[4, 6], [12, 14]]
+def note_worker(worker: int) -> None:
+    """Leave a mark in a worker."""
+    random.seed = None  # type: ignore[assignment]
+
+
+SET: dict[str, Any] = {
+    "num_workers": 2,
+    "collate_fn": double,
+    "pin_memory": True,
+    "timeout": 9.0,
+    "worker_init_fn": note_worker,
+    "multiprocessing_context": multiprocessing.get_context("fork"),
+    "prefetch_factor": 3,
+    "persistent_workers": True,
+    "pin_memory_device": "cuda",
+    "in_order": False,
+}
+"""Arguments of a DataLoader that are the user's, with values that aren't torch's own."""
+
+OURS = {
+    "dataset": "the same, with numbers of samples around it",
+    "batch_size": "follows from global_batch_size",
+    "shuffle": "read by make_sampler",
+    "sampler": "read by make_sampler",
+    "batch_sampler": "refused",
+    "drop_last": "said where it isn't what happens",
+    "generator": "follows from seed, epoch and data rank",
+}
+"""Those that say which samples a rank reads, and why each isn't taken over."""
+
+
+@pytest.mark.parametrize("stage", [RunningStage.TRAINING, RunningStage.VALIDATING])
+@pytest.mark.parametrize("dataset", [Ids(8), Stream(8)])
+def test_every_argument_of_the_users_loader_is_kept(dataset: Any, stage: RunningStage) -> None:
+    """Of the loader that users look at, and of the one behind it that reads."""
+    arguments = {name: argument.default for name, argument in inspect.signature(DataLoader).parameters.items()}
+    assert set(arguments) == {*SET, *OURS}, "torch has an argument more or less"
+    assert not [name for name in SET if SET[name] == arguments[name]]
+    ours = process(DataLoader(dataset, **SET), two(), 1, FakeTrainer(stage))
+    assert type(ours) in (Loader, StreamLoader)
+    for loader in {ours, ours._reader}:
+        found = {name: getattr(loader, name) for name in SET}
+        found["worker_init_fn"] = found["worker_init_fn"].user
+        if isinstance(found["collate_fn"], Collate):
+            found["collate_fn"] = found["collate_fn"].user
+        assert found == SET
+    assert ours.dataset is dataset
+
+
+class InWorker(Ids):
+    """The sample's index, and whether `note_worker` was called before."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"id": torch.tensor(index), "noted": torch.tensor(random.seed is None)}
+
+
+def test_what_the_user_set_acts() -> None:
+    user = DataLoader(InWorker(8), num_workers=1, worker_init_fn=note_worker)
+    assert [batch["noted"].tolist() for batch in process(user, two())] == [[True, True]] * 2
+    ours = process(DataLoader(Ids(8), collate_fn=double), two(), rank=1)
+    assert ids(ours) == [[4, 6], [12, 14]]
     assert len(ours) == 2
+
+
+def test_pinning_leaves_numbers_and_reaches_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's thread does with what our loader reads; there is no device here."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self + 100)
+    row = Numbered(b"12345678", {"id": torch.tensor([1]), "more": [torch.tensor(2)]})
+    pinned = torch_pin_memory(row)
+    assert type(pinned) is Numbered
+    assert (pinned.numbers, pinned.batch["id"].tolist()) == (b"12345678", [101])
+    assert pinned.batch["more"][0].item() == 102
+
+
+class Moved(torch.Tensor):
+    """Notes how it is moved."""
+
+    calls: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            cls.calls.append((args[1:], kwargs))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_batches_are_moved_without_waiting() -> None:
+    """By Lightning, whom the strategy asks; a copy from pinned memory then goes on beside the step."""
+    device = torch.device("meta")
+    batch = {"id": torch.zeros(2).as_subclass(Moved)}
+    moved = LightningModule()._apply_batch_transfer_handler(batch, device, 0)
+    assert moved["id"].device == device
+    assert Moved.calls == [((device,), {"non_blocking": True})]
+
+
+def test_drop_last_that_is_not_read_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    process(DataLoader(Ids(8), batch_size=2, drop_last=True), two())
+    assert not caplog.records, "four fit twice into eight"
+    process(DataLoader(Ids(9), batch_size=2, drop_last=True), two())
+    assert "type sampler.drop_last=true" in caplog.text
+    caplog.clear()
+    dropping = two(components={"sampler": option("sampler", "consistent", drop_last=True)})
+    process(DataLoader(Ids(9), batch_size=2, drop_last=True), dropping)
+    assert "sampler.drop_last" not in caplog.text
 
 
 def test_shuffle_is_what_the_loader_asks_for() -> None:
@@ -80,6 +181,25 @@ def test_a_sampler_of_the_users_own_gives_the_order_alike_on_all_ranks() -> None
     assert sorted(sample for batch in one + other for sample in batch) == list(range(8))
     weighted = [read(rank, WeightedRandomSampler([1.0, 1, 0, 0, 0, 0, 0, 0], 8)) for rank in range(2)]
     assert {sample for batches in weighted for batch in batches for sample in batch} == {0, 1}
+
+
+class Turning(SequentialSampler):
+    """Begins one sample later in each epoch, which it is told as torch's DistributedSampler is."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.epoch + index) % 8 for index in range(8)])
+
+
+def test_a_sampler_of_the_users_own_is_told_the_epoch() -> None:
+    trainer = FakeTrainer()
+    loader = process(DataLoader(Ids(8), sampler=Turning(Ids(8))), two(), trainer=trainer)
+    assert ids(loader) == [[0, 1], [4, 5]]
+    trainer.global_step = 2
+    trainer.fit_loop.epoch_progress.current.processed = 3
+    assert ids(loader) == [[3, 4], [7, 0]]
 
 
 def test_epochs_follow_lightnings() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
+import tempfile
 from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fleet import Fleet, State
@@ -19,7 +22,37 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, WeightedRandomSa
 from framework import cli
 from framework.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE
 from framework.ledger.chain import START, digests, link
-from framework.ledger.history import check, first_difference, history, read
+from framework.ledger.history import _samples, check, first_difference, history, read
+from framework_plugins.data.mixture import Draws, Mix
+from framework_plugins.data.packed import Packs
+from framework_plugins.data.shards import Shards, find
+from framework_plugins.data.windows import Windows, as_it_is
+
+
+def packed() -> DataLoader[Any]:
+    """39 windows of 6 tokens, of documents of 1 to 9 tokens."""
+    ends = np.cumsum([1 + size * 5 % 9 for size in range(48)])
+    return DataLoader(Packs(np.arange(ends[-1]), 6, ends, True), shuffle=True, collate_fn=as_it_is)
+
+
+def mixture() -> DataLoader[Any]:
+    """Epochs of 29 draws, in which the smaller source starts over every two or three steps."""
+    mix = Mix({"a": Ids(7), "b": Ids(23)}, {"a": 2, "b": 3}, seed=1, samples=29)
+    return DataLoader(mix, sampler=Draws(29))
+
+
+def shards() -> DataLoader[Any]:
+    """47 windows of 4 tokens in files of 1 to 40 tokens."""
+    return DataLoader(Windows(Shards(shard_folder(), find(shard_folder())), 4, 4), shuffle=True, collate_fn=as_it_is)
+
+
+@functools.cache
+def shard_folder() -> Path:
+    folder = Path(tempfile.mkdtemp())
+    for number, tokens in enumerate(np.split(np.arange(190), [40, 41, 60, 100, 130])):
+        np.save(folder / f"{number}.npy", tokens)
+    return folder
+
 
 SOURCES: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": lambda: DataLoader(Ids(50), shuffle=True),
@@ -28,6 +61,9 @@ SOURCES: dict[str, Callable[[], DataLoader[Any]]] = {
     "stream": lambda: DataLoader(Stream(48)),
     "shards": lambda: DataLoader(ConcatDataset([Ids(20), Ids(5), Ids(19)]), shuffle=True),
     "read together": lambda: DataLoader(Subset(Ids(60), range(7, 49)), shuffle=True),
+    "packed": packed,
+    "mixture": mixture,
+    "shard files": shards,
     "weighted": lambda: DataLoader(Ids(40), sampler=WeightedRandomSampler([1.0 + i % 3 for i in range(40)], 40)),
 }
 FAST = [name for name in SOURCES if name != "two workers"]
@@ -85,6 +121,39 @@ def test_the_chain_is_the_same_under_any_cut(tmp_path: Path, source: str) -> Non
         fleet = train(tmp_path / str(number), source, 13, ranks=ranks, accumulation=accumulation)
         links |= {rank.ledger.chain for rank in fleet.ranks}
     assert len(links) == 1
+
+
+@pytest.mark.parametrize("source", ["shuffled", "stream", "packed", "mixture", "shard files"])
+def test_a_run_goes_on_with_other_workers_in_the_middle_of_an_epoch(tmp_path: Path, source: str) -> None:
+    def with_workers(number: int) -> DataLoader[Any]:
+        user = SOURCES[source]()
+        sampler = {} if source == "stream" else {"sampler": user.sampler}
+        return DataLoader(user.dataset, collate_fn=user.collate_fn, num_workers=number, **sampler)
+
+    state, ran = None, tmp_path / "disturbed"
+    for attempt, (ranks, accumulation, workers) in enumerate([(2, 1, 2), (1, 2, 0), (4, 2, 1), (2, 2, 2)]):
+        fleet = Fleet(ran, lambda n=workers: with_workers(n), ranks, accumulation, state=state, run_id=f"{attempt}")  # type: ignore[misc]
+        for _ in range(2):
+            while not fleet.step():
+                pass
+        state = fleet.save()
+        while not fleet.step():  # which the kill takes
+            pass
+        fleet.kill()
+    assert findings(ran) == []
+    train(tmp_path / "whole", source, 8)
+    stories = [history(folder, read(folder))[0] for folder in (ran, tmp_path / "whole")]
+    assert len(stories[0].steps) == len(stories[1].steps) == 8
+    assert first_difference(*stories) is None
+
+
+def test_the_draws_of_a_mixture_are_trained_one_after_the_other_over_all_epochs(tmp_path: Path) -> None:
+    """What a sampler of one's own gives can't be computed again by the ledger: here it is known."""
+    train(tmp_path, "mixture", 14)
+    story, _ = history(tmp_path, read(tmp_path))
+    trained = [number for segment, step in story.steps for number in _samples(segment, step)]
+    assert trained == list(range(len(trained)))
+    assert len(trained) > 3 * 29
 
 
 def test_random_schedules_of_kills_and_resizes(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import torch
 
 from framework.errors import UsageError
 from framework_plugins.data.digits import Digits
-from framework_plugins.data.text import Text, Windows
+from framework_plugins.data.text import Text
+from framework_plugins.data.windows import Windows
 
 
 @pytest.fixture

@@ -69,10 +69,15 @@ class ContextParallel:
 
     @hookimpl
     def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
-        """Sequences of the data that don't cut evenly, where their length is known."""
-        count = self.count(plan.mesh.cp)
-        length = (plan.components.get("data") or {}).get("context")
-        if plan.mesh.cp == 1 or not isinstance(length, int) or length % count == 0:
+        """Sequences of the data that don't cut evenly, where their length is known; attention that needs a mask."""
+        if plan.mesh.cp == 1:
+            return []
+        count, data = self.count(plan.mesh.cp), plan.components.get("data") or {}
+        if data.get("attention") == "document":
+            reason = "keeping attention to documents needs a mask, and ranks that share a sequence have none here"
+            return [Problem(f"cp={self.option}", reason, "data.attention=window")]
+        length = data.get("context")
+        if not isinstance(length, int) or length % count == 0:
             return []
         reason = f"sequences of {length} tokens can't be cut into {count} equal pieces"
         below = length // count * count

@@ -34,6 +34,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def within(documents: Tensor | None) -> Tensor | None:
+    """Return a mask [batch, 1, queries, keys]: True where the key isn't after the query and of the same document.
+
+    Args:
+        documents: number of each token's document, [batch, length]; None = a row is one, and no mask is needed.
+    """
+    if documents is None:
+        return None
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+
+
 class Attention(nn.Module):
     """Causal self-attention; how many heads there are is read from the projections, which may be parts of the whole."""
 
@@ -45,12 +56,12 @@ class Attention(nn.Module):
         self.wv = nn.Linear(width, kv_heads * self.head_size, bias=False)
         self.wo = nn.Linear(heads * self.head_size, width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map [batch, length, width] to the same shape."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map [batch, length, width] to the same shape; `mask` as from `within`."""
         q, k, v = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in (self.wq(x), self.wk(x), self.wv(x)))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         grouped = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(-2))
         return out
 
@@ -83,14 +94,14 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
         self.residual_dropout = nn.Dropout(dropout)
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Return the residual stream [batch, length, width] after the attention."""
-        out: Tensor = x + self.residual_dropout(self.attention(self.attention_norm(x), cos, sin))
+        out: Tensor = x + self.residual_dropout(self.attention(self.attention_norm(x), cos, sin, mask))
         return out
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map [batch, length, width] to the same shape."""
-        x = self.attend(x, cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map [batch, length, width] to the same shape; `mask` as from `within`."""
+        x = self.attend(x, cos, sin, mask)
         out: Tensor = x + self.residual_dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
 
@@ -126,6 +137,9 @@ class Decoder(LanguageModel):
         block: makes one block.
         vocab_size, width, layers, heads, context, tied, norm_eps, rope_theta: as in `GPT`.
     """
+
+    reads_documents: ClassVar[bool] = True
+    """Says to `data=packed` that attention keeps to the tokens with the same number in `batch["documents"]`."""
 
     def __init__(
         self,
@@ -201,7 +215,8 @@ class GPT(Decoder):
     """A language model over token ids.
 
     A batch is `{"inputs": [batch, length], "targets": the same}`, int64; a target of -100 doesn't count. An entry
-    `positions`, the same shape, says where in its sequence each token stands; without it a row is a whole sequence.
+    `positions`, the same shape, says where in its sequence each token stands; without it a row is a whole sequence. An
+    entry `documents`, the same shape, numbers the documents in a row: tokens see those of their own alone.
 
     Args:
         vocab_size: number of token ids; 256 = bytes.
@@ -273,15 +288,17 @@ class GPT(Decoder):
             rope_theta=rope_theta,
         )
 
-    def forward(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Map token ids [batch, length] to logits [batch, length, vocab_size]; `positions` None = 0, 1, 2, ..."""
         cos, sin = self.angles(inputs, positions)
+        mask = within(documents)
         x = self.tokens(inputs)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         logits: Tensor = self.output(self.norm(x))
         return logits
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean cross entropy in nats over the targets that count, and how many they are."""
-        return cross_entropy(self(batch["inputs"], batch.get("positions")), batch["targets"])
+        logits = self(batch["inputs"], batch.get("positions"), batch.get("documents"))
+        return cross_entropy(logits, batch["targets"])

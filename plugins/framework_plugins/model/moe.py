@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from framework_plugins.model.gpt import GPT, Block, Decoder, check_shape, cross_entropy, hidden_size
+from framework_plugins.model.gpt import GPT, Block, Decoder, check_shape, cross_entropy, hidden_size, within
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -131,9 +131,11 @@ def balance(scores: Tensor, chosen: Tensor) -> Tensor:
 class MixtureBlock(Block):
     """One layer of the GPT, whose feed-forward part is a `Mixture`."""
 
-    def forward(self, x: Tensor, gauges: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, gauges: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Map [batch, length, width] to the same shape, and add this layer's gauges to those [batch, 2] given."""
-        x = self.attend(x, cos, sin)
+        x = self.attend(x, cos, sin, mask)
         y, gauge = self.feed_forward(self.feed_forward_norm(x))
         return x + self.residual_dropout(y), gauges + gauge
 
@@ -208,22 +210,25 @@ class MoE(Decoder):
         self.balance_weight = balance_weight
         self.drops = capacity_factor is not None
 
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Map token ids [batch, length] to logits [batch, length, vocab_size] and gauges [batch, 2].
 
         The gauges are means over layers of each sequence: its balance loss, and the share of choices dropped. They go
         from block to block, as a pipeline stage knows nothing of the others but what its last block returned.
         """
-        cos, sin = self.angles(inputs)
+        cos, sin = self.angles(inputs, positions)
+        mask = within(documents)
         x = self.tokens(inputs)
         gauges = x.new_zeros(len(inputs), 2, dtype=wide(x))
         for layer in self.layers:
-            x, gauges = layer(x, gauges, cos, sin)
+            x, gauges = layer(x, gauges, cos, sin, mask)
         return self.output(self.norm(x)), gauges / self.depth
 
     def loss(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return means over the targets that count: `loss`, `balance`, `dropped`; and `weight`, how many they are."""
-        logits, gauges = self(batch["inputs"])
+        logits, gauges = self(batch["inputs"], batch.get("positions"), batch.get("documents"))
         result = cross_entropy(logits, batch["targets"])
         count = (batch["targets"] != -100).sum(-1, keepdim=True)  # of each sequence
         balance_loss, dropped = ((gauges * count).sum(0) / result["weight"]).unbind()
