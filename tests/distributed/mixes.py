@@ -84,6 +84,7 @@ COMPILED = "compile=block compile.backend=aot_eager"
 RING = "cp=ring"
 GATHER = "cp=allgather"
 HEADS = "cp=ulysses"
+BUDGET = "activation=selective activation.budget=0.5"
 M4 = "pp.microbatches=4"
 M2 = "pp.microbatches=2"
 
@@ -183,6 +184,13 @@ MIXES = [
     Mix("ulysses4, clip inf", 4, f"{HEADS} cp.size=4 {CLIP_INF}"),
     Mix("ulysses2 x tp2 sp", 4, f"{HEADS} {SP}"),
     Mix("ulysses2 x zbv2, accumulation", 4, f"pp=zbv {M4} {HEADS} {ACC2}"),
+    # part of the activations kept
+    Mix("ddp2, budget, accumulation, clip", 2, f"strategy=ddp {BUDGET} {ACC2} {CLIP}"),
+    Mix("full_shard2 x tp2 sp, budget", 4, f"{FSDP} {SP} {BUDGET}"),
+    Mix("megatron2 sp lp, budget", 2, f"{MEGATRON} {SWITCHES} {BUDGET}"),
+    Mix("zbv2 x full_shard2, budget", 4, f"{FSDP} pp=zbv {M4} {BUDGET}"),
+    Mix("1f1b2 x tp2, budget, accumulation", 4, f"{TP} pp=1f1b {M4} {ACC2} {BUDGET}"),
+    Mix("ring4 unbalanced, budget, clip", 4, f"{RING} cp.size=4 cp.balance=none {BUDGET} {CLIP}"),
     # other precisions
     Mix("fp32 single", 1, "precision=fp32"),
     Mix("fp32 gpipe2 x full_shard2, clip", 4, f"precision=fp32 {FSDP} pp=gpipe {M4} {CLIP}"),
@@ -218,6 +226,7 @@ OPTIONS = (
     + [f"strategy.sharding={name}" for name in ("shard_grad_op",)]
     + ["strategy.replicas=2", "strategy.cpu_offload=true", "tp=dtensor", "tp=megatron", "compile=block"]
     + ["tp.sequence_parallel=true", "tp.loss_parallel=true", "activation=full", "activation=selective"]
+    + ["activation.budget=0.5"]
     + ["cp=ring", "cp=allgather", "cp=ulysses", "cp.balance=none"]
     + [f"pp={name}" for name in ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble", "zbv", "dualpipev"]]
     + [f"precision={name}" for name in ("fp64", "fp32", "bf16-mixed", "bf16-true", "fp16-mixed")]
