@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 See = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
@@ -41,3 +41,32 @@ def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
                 one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)
             ]
     return found
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often the memory of `tensor` was written in place, as autograd counts it."""
+    return int(tensor._version)
+
+
+def is_weight(tensor: Tensor, inputs: Collection[Any]) -> bool:
+    """Whether a tensor is a parameter, or made of parameters alone: transposed, in autocast's format, one expert's.
+
+    Args:
+        tensor: saved by a block.
+        inputs: nodes of the graph that made the block's inputs; what comes from them is no weight.
+    """
+    if isinstance(tensor, nn.Parameter):
+        return True
+    todo, seen = [tensor.grad_fn], 0
+    while todo:
+        node: Any = todo.pop()
+        ends = isinstance(getattr(node, "variable", None), nn.Parameter)
+        if node is None or node in inputs or not (ends or node.next_functions) or seen == _NODES:
+            return False
+        seen += 1
+        todo += [before for before, _ in node.next_functions if before is not None]
+    return True
+
+
+_NODES = 32
+"""That lie between a weight and what is made of it, at most; what has more behind it is taken for an activation."""

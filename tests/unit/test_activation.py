@@ -59,7 +59,7 @@ class Model(LightningModule):
 
 
 class Storages(TorchDispatchMode):
-    """Remembers every storage that an operator makes, without keeping it."""
+    """Remembers every storage that an operator makes in memory (and not in a file), without keeping it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,9 @@ class Storages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in torch.utils._pytree.tree_leaves(out):
             if isinstance(leaf, Tensor):
-                reference = StorageWeakRef(leaf.untyped_storage())
-                self.seen[reference.cdata] = (reference, leaf.untyped_storage().nbytes())
+                storage = leaf.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self.seen[reference.cdata] = (reference, 0 if storage.filename else storage.nbytes())
         return out
 
     def alive(self, model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Put recomputation around one block without changing a parameter's name; both options of the concern use it."""
+"""Put recomputation around one block without changing a parameter's name."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def recompute_(
         choose: called before each forward that learns with what will be run (as often as one likes: it drops the same),
             the block and its arguments; returns further arguments of `checkpoint`. None = there are none.
     """
-    inner = block.forward
-    # a bound method is taken apart and rebound, else a deep copy of the block would run the original's weights
-    run = inner.__func__ if isinstance(inner, MethodType) and inner.__self__ is block else _without_self(inner)
+    run = unbound(block)
     # the compiler can't trace a call that is given the default
     chosen: dict[str, Any] = {} if contexts is noop_context_fn else {"context_fn": contexts}
 
@@ -59,6 +57,15 @@ def recompute_(
         )
 
     block.forward = MethodType(forward, block)
+
+
+def unbound(block: nn.Module) -> Callable[..., Any]:
+    """Return the `forward` of `block` as a function of the block, to be bound again.
+
+    A bound method that was merely wrapped would have a deep copy of the block run the original's weights.
+    """
+    inner = block.forward
+    return inner.__func__ if isinstance(inner, MethodType) and inner.__self__ is block else _without_self(inner)
 
 
 def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
