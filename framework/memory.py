@@ -21,6 +21,7 @@ from framework.errors import FrameworkError
 from framework.parts import ModelPart, whole
 from framework.plan import MeshSpec, RunPlan
 from framework.plugin_manager import manager_for
+from framework.precision import local
 from framework.state import clean
 
 
@@ -298,10 +299,11 @@ def _optimizers_in(made: Any) -> Iterator[Optimizer]:
 
 def held_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that a rank holds of a tensor; of one that is made of others (shards, 8 bits) those of all."""
-    made_of = getattr(tensor, "__tensor_flatten__", None)
+    piece = local(tensor)
+    made_of = getattr(piece, "__tensor_flatten__", None)
     if made_of is None:
-        return tensor.numel() * tensor.element_size()
-    return sum(held_bytes(getattr(tensor, name)) for name in made_of()[0])
+        return piece.numel() * piece.element_size()
+    return sum(held_bytes(getattr(piece, name)) for name in made_of()[0])
 
 
 def probe(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[float, int]:
