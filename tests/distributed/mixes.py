@@ -226,6 +226,13 @@ MIXES = [
         4,
         f"{FP16} strategy=ddp pp=gpipe {M4} {CLIP}",
     ),
+    Mix("fp16-mixed full_shard2, accumulation, full AC, clip", 2, f"{FP16} {FSDP} {ACC2} activation=full {CLIP}"),
+    Mix("fp16-mixed tp2 sp, accumulation, budget, clip", 2, f"{FP16} {SP} {ACC2} {BUDGET} {CLIP}"),
+    Mix(
+        "fp16-mixed 1f1b2 x ddp2, accumulation, selective AC",
+        4,
+        f"{FP16} strategy=ddp pp=1f1b {M2} {ACC2} activation=selective",
+    ),
     Mix("fp16-mixed zbv2", 2, f"{FP16} pp=zbv {M4}"),
 ]
 

@@ -224,8 +224,8 @@ class Awkward(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.first(x), inplace=True)
-        return self.second(F.dropout(self.norm(x.flatten(0, 1)).view_as(x), 0.5)) + torch.rand_like(x)
+        x = F.relu(self.first(x * torch.rand_like(x)), inplace=True)
+        return self.second(F.dropout(self.norm(x.flatten(0, 1)).view_as(x), 0.5))
 
 
 def test_what_is_written_into_or_drawn_is_never_kept_and_measuring_leaves_no_trace() -> None:
