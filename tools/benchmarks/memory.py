@@ -37,7 +37,7 @@ MIXES = {
     "pp x shard_grad_op": "pp=gpipe strategy=fsdp strategy.sharding=shard_grad_op devices=4",
     "pp x tp": "pp=1f1b tp=dtensor devices=4",
     "pp x tp x full_shard": "pp=1f1b tp=dtensor strategy=fsdp devices=8",
-    "full_shard x tp, adamw8bit": "strategy=fsdp tp=dtensor devices=4 optimizer=adamw8bit",
+    "full_shard x tp adamw8bit": "strategy=fsdp tp=dtensor devices=4 optimizer=adamw8bit",
     "full_shard bf16-true": "strategy=fsdp devices=2 precision=bf16-true",
 }
 """Name -> words that a user would type."""
