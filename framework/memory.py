@@ -8,7 +8,7 @@ overhead aren't in it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from framework.errors import FrameworkError
 from framework.parts import ModelPart, whole
 from framework.plan import MeshSpec, RunPlan
 from framework.plugin_manager import manager_for
+from framework.precision import local
 from framework.state import clean
 
 
@@ -177,7 +178,7 @@ def _rank_bytes(
     plan: RunPlan,
     held: Sequence[Share],
     shard: int,
-    states: Mapping[str, tuple[float, int]] | None,
+    states: Mapping[str, StateBytes] | None,
     words: frozenset[str],
 ) -> RankBytes:
     """Add up what one rank holds of its shares.
@@ -186,7 +187,7 @@ def _rank_bytes(
         plan: the run.
         held: its parameters after pipeline and tensor parallelism.
         shard: its coordinate on dp_shard, grown by cp.
-        states: parameter name -> bytes of optimizer state an element, and a tensor.
+        states: parameter name -> bytes of optimizer state; None = unknown.
         words: what the chosen options give.
     """
     shards = plan.mesh.dp_shard * plan.mesh.cp
@@ -204,9 +205,8 @@ def _rank_bytes(
         units[share.unit] = units.get(share.unit, 0) + share.bytes
         if share.trainable:
             gradient_bytes += _local(share, gradients_cut, shard) * size
-            if states is not None:
-                element, tensor = states.get(share.name, (0.0, 0))
-                optimizer_bytes += _local(share, optimizer_cut, shard) * element + tensor
+            if states is not None and share.name in states:
+                optimizer_bytes += states[share.name](_local(share, optimizer_cut, shard))
     return RankBytes(
         parameters=elements,
         parameter_bytes=parameter_bytes,
@@ -237,8 +237,12 @@ def _gathered(units: Mapping[str, int], words: frozenset[str], plan: RunPlan) ->
 # -- optimizer --------------------------------------------------------------------------------------------------------
 
 
-def _optimizer_states(plan: RunPlan, model: LightningModule) -> dict[str, tuple[float, int]] | None:
-    """Return parameter name -> (bytes of state an element, bytes of state a tensor); None if it can't be known."""
+StateBytes = Callable[[int], float]
+"""Elements of a parameter that a rank holds -> bytes of their optimizer state."""
+
+
+def _optimizer_states(plan: RunPlan, model: LightningModule) -> dict[str, StateBytes] | None:
+    """Return the bytes of state by parameter name; None if it can't be known."""
     try:
         optimizers = optimizers_of(plan, model)
     except NoOptimizerError:
@@ -248,15 +252,23 @@ def _optimizer_states(plan: RunPlan, model: LightningModule) -> dict[str, tuple[
     states = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            per_dtype: dict[torch.dtype, tuple[float, int]] = {}
+            per_dtype: dict[torch.dtype, StateBytes] = {}
             for parameter in group["params"]:
                 dtype = parameter.dtype
                 if precision is not None and precision.param_dtype is not torch.float32:
                     dtype = precision.param_dtype
                 if dtype not in per_dtype:
-                    per_dtype[dtype] = probe(optimizer, group, dtype)
+                    per_dtype[dtype] = _state_bytes(optimizer, group, dtype)
                 states[names[parameter]] = per_dtype[dtype]
     return states
+
+
+def _state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateBytes:
+    known = getattr(optimizer, "state_bytes", None)  # `framework.state.OwnFormat`
+    if known is not None:
+        return lambda elements: float(known(elements, dtype.itemsize))
+    element, tensor = probe(optimizer, group, dtype)
+    return lambda elements: elements * element + tensor
 
 
 def optimizers_of(plan: RunPlan, model: LightningModule) -> list[Optimizer]:
@@ -283,6 +295,15 @@ def _optimizers_in(made: Any) -> Iterator[Optimizer]:
     elif isinstance(made, (list, tuple)):
         for entry in made:
             yield from _optimizers_in(entry)
+
+
+def held_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a rank holds of a tensor; of one that is made of others (shards, 8 bits) those of all."""
+    piece = local(tensor)
+    made_of = getattr(piece, "__tensor_flatten__", None)
+    if made_of is None:
+        return piece.numel() * piece.element_size()
+    return sum(held_bytes(getattr(piece, name)) for name in made_of()[0])
 
 
 def probe(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[float, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,23 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 OptimizerState = dict[str, Any]
 """`{"class": name, "state": {parameter name: {key: value}}, "param_groups": [{..., "params": [parameter name]}]}`."""
+
+
+class OwnFormat(Protocol):
+    """An optimizer whose state isn't made of plain tensors: it says itself what is saved of it.
+
+    What is saved of a parameter are numbers, and tensors that are laid out like the parameter, element by element
+    (DTensors where it is one), so that any other mix finds its own; names have no dot.
+    """
+
+    def saved_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return what is saved of one parameter."""
+
+    def loaded_state(self, parameter: nn.Parameter, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of one parameter from what was saved of it, perhaps under another mix."""
+
+    def state_bytes(self, elements: int, itemsize: int) -> int:
+        """Return the bytes of state of a parameter of which a rank holds so many elements, of so many bytes each."""
 
 
 def clean(name: str) -> str:
@@ -114,7 +131,8 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> OptimizerState:
                 )
             held.append(names[parameter])
             if optimizer.state.get(parameter):
-                state[names[parameter]] = dict(optimizer.state[parameter])
+                described = getattr(optimizer, "saved_state", None)  # `OwnFormat`
+                state[names[parameter]] = described(parameter) if described else dict(optimizer.state[parameter])
         groups.append({**{key: value for key, value in group.items() if key not in _NOT_SAVED}, "params": held})
     return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
@@ -243,7 +261,8 @@ def restore_optimizer(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if names[parameter] in state:
-                optimizer.state[parameter] = state[names[parameter]]
+                saved, understood = state[names[parameter]], getattr(optimizer, "loaded_state", None)
+                optimizer.state[parameter] = understood(parameter, saved) if understood else saved
     return _restore_groups(optimizer, names, groups)
 
 

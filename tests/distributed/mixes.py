@@ -84,6 +84,8 @@ COMPILED = "compile=block compile.backend=aot_eager"
 RING = "cp=ring"
 GATHER = "cp=allgather"
 HEADS = "cp=ulysses"
+BUDGET = "activation=selective activation.budget=0.5"
+OFFLOAD = "activation=offload activation.to=disk activation.min_bytes=0"
 M4 = "pp.microbatches=4"
 M2 = "pp.microbatches=2"
 
@@ -183,6 +185,20 @@ MIXES = [
     Mix("ulysses4, clip inf", 4, f"{HEADS} cp.size=4 {CLIP_INF}"),
     Mix("ulysses2 x tp2 sp", 4, f"{HEADS} {SP}"),
     Mix("ulysses2 x zbv2, accumulation", 4, f"pp=zbv {M4} {HEADS} {ACC2}"),
+    # part of the activations kept
+    Mix("ddp2, budget, accumulation, clip", 2, f"strategy=ddp {BUDGET} {ACC2} {CLIP}"),
+    Mix("full_shard2 x tp2 sp, budget", 4, f"{FSDP} {SP} {BUDGET}"),
+    Mix("megatron2 sp lp, budget", 2, f"{MEGATRON} {SWITCHES} {BUDGET}"),
+    Mix("zbv2 x full_shard2, budget", 4, f"{FSDP} pp=zbv {M4} {BUDGET}"),
+    Mix("1f1b2 x tp2, budget, accumulation", 4, f"{TP} pp=1f1b {M4} {ACC2} {BUDGET}"),
+    Mix("ring4 unbalanced, budget, clip", 4, f"{RING} cp.size=4 cp.balance=none {BUDGET} {CLIP}"),
+    # activations on disk
+    Mix("ddp2, offload, accumulation, clip", 2, f"strategy=ddp {OFFLOAD} {ACC2} {CLIP}"),
+    Mix("full_shard2 x tp2 sp, offload", 4, f"{FSDP} {SP} {OFFLOAD}"),
+    Mix("megatron2 sp lp, offload", 2, f"{MEGATRON} {SWITCHES} {OFFLOAD}"),
+    Mix("zbv2 x full_shard2, offload", 4, f"{FSDP} pp=zbv {M4} {OFFLOAD}"),
+    Mix("1f1b2 x ddp2, offload, clip", 4, f"strategy=ddp pp=1f1b {M4} {CLIP} {OFFLOAD}"),
+    Mix("ring2 x full_shard2, offload, accumulation", 4, f"{FSDP} {RING} {ACC2} {OFFLOAD}"),
     # other precisions
     Mix("fp32 single", 1, "precision=fp32"),
     Mix("fp32 gpipe2 x full_shard2, clip", 4, f"precision=fp32 {FSDP} pp=gpipe {M4} {CLIP}"),
@@ -191,6 +207,7 @@ MIXES = [
     Mix("bf16-mixed ddp2, accumulation", 2, f"precision=bf16-mixed strategy=ddp {ACC2}"),
     Mix("bf16-mixed full_shard2, clip", 2, f"precision=bf16-mixed {FSDP} {CLIP}"),
     Mix("bf16-mixed 1f1b2 x full_shard2, full AC", 4, f"precision=bf16-mixed {FSDP} pp=1f1b {M4} activation=full"),
+    Mix("bf16-mixed full_shard2, offload", 2, f"precision=bf16-mixed {FSDP} {OFFLOAD}"),
     Mix("bf16-mixed tp2", 2, f"precision=bf16-mixed {TP}"),
     Mix("bf16-mixed ring2 x full_shard1", 2, f"precision=bf16-mixed {FSDP} strategy.size=1 {RING}"),
     Mix("bf16-true single", 1, "precision=bf16-true"),
@@ -209,6 +226,13 @@ MIXES = [
         4,
         f"{FP16} strategy=ddp pp=gpipe {M4} {CLIP}",
     ),
+    Mix("fp16-mixed full_shard2, accumulation, full AC, clip", 2, f"{FP16} {FSDP} {ACC2} activation=full {CLIP}"),
+    Mix("fp16-mixed tp2 sp, accumulation, budget, clip", 2, f"{FP16} {SP} {ACC2} {BUDGET} {CLIP}"),
+    Mix(
+        "fp16-mixed 1f1b2 x ddp2, accumulation, selective AC",
+        4,
+        f"{FP16} strategy=ddp pp=1f1b {M2} {ACC2} activation=selective",
+    ),
     Mix("fp16-mixed zbv2", 2, f"{FP16} pp=zbv {M4}"),
 ]
 
@@ -218,6 +242,7 @@ OPTIONS = (
     + [f"strategy.sharding={name}" for name in ("shard_grad_op",)]
     + ["strategy.replicas=2", "strategy.cpu_offload=true", "tp=dtensor", "tp=megatron", "compile=block"]
     + ["tp.sequence_parallel=true", "tp.loss_parallel=true", "activation=full", "activation=selective"]
+    + ["activation.budget=0.5", "activation=offload"]
     + ["cp=ring", "cp=allgather", "cp=ulysses", "cp.balance=none"]
     + [f"pp={name}" for name in ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble", "zbv", "dualpipev"]]
     + [f"precision={name}" for name in ("fp64", "fp32", "bf16-mixed", "bf16-true", "fp16-mixed")]

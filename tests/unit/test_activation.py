@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.parts import whole
-from framework.plan import RunPlan
+from framework.plan import MeshSpec, RunPlan
+from framework_plugins.activation.budget import Budget, Cost, Measured, choose, measure
 from framework_plugins.activation.full import Full
 from framework_plugins.activation.recompute import every_nth
-from framework_plugins.activation.selective import Selective, policy
+from framework_plugins.activation.selective import Selective, contexts, policy
 
 WIDTH, HEADS, BLOCKS = 32, 4, 4
 
@@ -58,7 +59,7 @@ class Model(LightningModule):
 
 
 class Storages(TorchDispatchMode):
-    """Remembers every storage that an operator makes, without keeping it."""
+    """Remembers every storage that an operator makes in memory (and not in a file), without keeping it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +69,9 @@ class Storages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in torch.utils._pytree.tree_leaves(out):
             if isinstance(leaf, Tensor):
-                reference = StorageWeakRef(leaf.untyped_storage())
-                self.seen[reference.cdata] = (reference, leaf.untyped_storage().nbytes())
+                storage = leaf.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self.seen[reference.cdata] = (reference, 0 if storage.filename else storage.nbytes())
         return out
 
     def alive(self, model: nn.Module) -> int:
@@ -102,7 +104,10 @@ def gradients(option: Any, dropout: float = 0.0) -> tuple[dict[str, Tensor], int
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("option", [Full(), Full(every=2), Selective(), Selective(every=3)])
+@pytest.mark.parametrize("option", [
+    Full(), Full(every=2), Selective(), Selective(every=3),
+    Selective(budget=0), Selective(budget=0.3), Selective(budget=0.7), Selective(budget=0.5, every=2),
+])  # fmt: skip
 def test_same_gradients_to_the_bit(option: Any, dropout: float) -> None:
     want, _, _ = gradients(None, dropout)
     got, _, calls = gradients(option, dropout)
@@ -131,7 +136,7 @@ def test_memory_is_really_saved() -> None:
     assert second == pytest.approx((plain + full) / 2, rel=0.05)
 
 
-@pytest.mark.parametrize("option", [Full(), Selective()])
+@pytest.mark.parametrize("option", [Full(), Selective(), Selective(budget=0.5)])
 def test_names_hooks_and_copies_stay(option: Any) -> None:
     model = Model()
     names = [name for name, _ in model.named_parameters()]
@@ -158,7 +163,7 @@ def test_nothing_is_wrapped_without_gradients() -> None:
         assert not model(torch.randn(2, 3, WIDTH)).requires_grad
 
 
-@pytest.mark.parametrize("option", [Full(), Selective()])
+@pytest.mark.parametrize("option", [Full(), Selective(), Selective(budget=0.5)])
 def test_two_backward_passes_over_one_block(option: Any) -> None:
     """What a zero-bubble schedule does: first the gradients of the inputs, later those of the weights."""
 
@@ -174,6 +179,77 @@ def test_two_backward_passes_over_one_block(option: Any) -> None:
 
     for got, want in zip(split(option), split(None), strict=True):
         assert torch.equal(got, want)
+
+
+def test_the_bytes_kept_follow_the_budget() -> None:
+    boundary = 4 * 16 * WIDTH * 4 * BLOCKS  # inputs of the blocks
+    plain, full = gradients(None)[1], gradients(Full())[1]
+    measured = measure(Block.forward, Block(0.0), [torch.randn(4, 16, WIDTH, requires_grad=True)], {})
+    saved, sizes = plain - boundary, [cost.bytes for cost in measured.costs]
+    assert measured.saved * BLOCKS == pytest.approx(saved, abs=64 * BLOCKS)
+    budgets = [0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 1]
+    held = [gradients(Selective(budget=budget))[1] for budget in budgets]
+    assert held[0] == full
+    assert held[-1] == plain
+    assert held == sorted(held)
+    for budget, size in zip(budgets, held, strict=True):
+        assert size - boundary <= budget * saved + 64 * BLOCKS, budget
+        most = min(budget * saved, sum(sizes) * BLOCKS)
+        assert size - boundary >= most - max(sizes) * BLOCKS, budget  # what is left out doesn't fit
+
+
+def test_the_most_compute_a_byte_is_kept_first() -> None:
+    big, small = Cost(("aten::mm", 0), 80, 8e4), Cost(("aten::gelu", 0), 40, 40.0)
+    dear, other = Cost(("aten::addmm", 0), 30, 9e4), Cost(("_c10d_functional::all_reduce", 0), 20, 20.0)
+    measured = Measured(
+        [small, big, dear], [other, Cost(("_c10d_functional::all_gather_into_tensor", 0), 50, 9.0)], 200
+    )
+
+    def kept(budget: float) -> set[str]:
+        return {name.partition("::")[2] for name, _ in choose(measured, budget, lambda name: "all_reduce" in name)}
+
+    assert kept(0.01) == {"all_reduce"}  # never left to what fits: all ranks do the same
+    assert kept(0.25) == {"all_reduce", "addmm"}
+    assert kept(0.5) == {"all_reduce", "addmm", "gelu"}  # the large one doesn't fit, the next does
+    assert kept(0.65) == {"all_reduce", "addmm", "mm"}
+    assert kept(1.0) == {"all_reduce", "addmm", "mm", "gelu"}
+
+
+class Awkward(nn.Module):
+    """Writes into what a product returned, draws numbers, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x * torch.rand_like(x)), inplace=True)
+        return self.second(F.dropout(self.norm(x.flatten(0, 1)).view_as(x), 0.5))
+
+
+def test_what_is_written_into_or_drawn_is_never_kept_and_measuring_leaves_no_trace() -> None:
+    block, x = Awkward(), torch.randn(4, 8, WIDTH)
+    state = torch.get_rng_state()
+    measured = measure(Awkward.forward, block, [x], {})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert int(block.norm.num_batches_tracked) == 0
+    assert not block.norm.running_mean.any()
+    kinds = [cost.call for cost in measured.costs]
+    assert ("aten::addmm", 0) not in kinds  # relu_ writes into it
+    assert not {name for name, _ in kinds if "rand" in name or "bernoulli" in name or "dropout" in name}
+    assert not measured.crosses
+
+
+def test_a_block_is_measured_once_and_not_on_the_meta_device() -> None:
+    chooser, block = Budget(0.5, lambda name: False, contexts), Block(0.0)
+    assert chooser(Block.forward, block.to("meta"), torch.empty(1, 4, WIDTH, device="meta")) == {}
+    assert chooser.measured is None
+    block, Block.calls = Block(0.0), 0
+    for _ in range(3):
+        assert chooser(Block.forward, block, torch.randn(1, 4, WIDTH))["early_stop"] is True
+    assert Block.calls == 1
+    assert chooser.kept
 
 
 def test_attention_that_drops_is_not_kept() -> None:
@@ -195,6 +271,18 @@ def test_every_counts_over_the_whole_model() -> None:
 def test_mistakes() -> None:
     with pytest.raises(ValueError, match=r"activation\.every=0 must be at least 1"):
         Full(every=0)
+
+    with pytest.raises(ValueError, match=r"activation\.budget=50 is a part .* from 0 to 1"):
+        Selective(budget=50)
+    compiled = RunPlan(run_id="r", run_dir="/nowhere", components={"compile": {"option": "block"}})
+    (problem,) = Selective(budget=0.5).check_plan(plan=compiled)
+    assert problem.fix == "activation.budget=null or compile=none"
+    assert not Selective().check_plan(plan=compiled)
+    experts = RunPlan(
+        run_id="r", run_dir="/nowhere", mesh=MeshSpec(dp_shard=2, ep=2), components={"ep": {"option": "alltoall"}}
+    )
+    (problem,) = Selective(budget=0.5).check_plan(plan=experts)
+    assert "with ep=alltoall experts are gathered" in problem.reason
 
     class Flat(LightningModule):
         def __init__(self) -> None:

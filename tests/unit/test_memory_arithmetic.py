@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from framework.memory import NoOptimizerError, RankBytes, bytes_per_rank, chunk, optimizers_of, probe
+from framework.memory import NoOptimizerError, RankBytes, bytes_per_rank, chunk, held_bytes, optimizers_of, probe
 from framework.plan import MeshSpec, RunPlan
+from framework_plugins.model.gpt import GPT
 
 FSDP = {"_target_": "framework_plugins.strategy.fsdp.FSDP", "option": "fsdp"}
 DDP = {"_target_": "framework_plugins.strategy.ddp.DDP", "option": "ddp"}
@@ -110,6 +111,31 @@ def test_optimizer_state_is_found_out_by_one_small_step(optimizer: str, per_elem
 def test_amsgrad_keeps_a_third_tensor() -> None:
     optimizer = torch.optim.Adam(meta().parameters(), lr=0.1, amsgrad=True)
     assert probe(optimizer, optimizer.param_groups[0], torch.float32) == (12, 4)
+
+
+def test_an_optimizer_may_say_itself_what_its_state_takes() -> None:
+    option = {"_target_": "framework_plugins.optimizer.adamw8bit.AdamW8bit", "option": "adamw8bit"}
+    with torch.device("meta"):
+        model = GPT(vocab_size=64, width=64, layers=2, heads=2, hidden=128)
+    shards = MeshSpec(dp_shard=4)
+    held = bytes_per_rank(plan(shards, strategy=FSDP, optimizer=option), model)
+    small, large = 0, 0
+    for parameter in model.parameters():
+        piece = -(-parameter.shape[0] // 4) * (parameter.numel() // parameter.shape[0])
+        if piece < 4096:
+            small += 2 * 4 * piece + 4
+        else:
+            large += 2 * (piece + piece // 64 + 1024) + 4
+    assert held[0].optimizer_bytes == small + large
+    assert small
+    assert large == 0 or held[0].optimizer_bytes < 8 * held[0].parameters
+
+
+def test_bytes_of_a_tensor_that_is_made_of_others() -> None:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    assert held_bytes(torch.zeros(3, 5, dtype=torch.float64)) == 120
+    assert held_bytes(OptimState8bit.zeros((16, 256))) == 16 * 256 + 16 * 4 + 256 * 4
 
 
 def test_an_optimizer_that_needs_a_trainer_is_unknown() -> None:

@@ -15,9 +15,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from framework.compose import compose, model_on_meta
-from framework.memory import bytes_per_rank
+from framework.memory import bytes_per_rank, held_bytes
 from framework.plan import RunPlan
-from framework.precision import local
 
 KINDS = ("parameters", "gradients", "optimizer")
 LIMIT = 0.05
@@ -38,6 +37,7 @@ MIXES = {
     "pp x shard_grad_op": "pp=gpipe strategy=fsdp strategy.sharding=shard_grad_op devices=4",
     "pp x tp": "pp=1f1b tp=dtensor devices=4",
     "pp x tp x full_shard": "pp=1f1b tp=dtensor strategy=fsdp devices=8",
+    "full_shard x tp adamw8bit": "strategy=fsdp tp=dtensor devices=4 optimizer=adamw8bit",
     "full_shard bf16-true": "strategy=fsdp devices=2 precision=bf16-true",
 }
 """Name -> words that a user would type."""
@@ -57,19 +57,13 @@ class Counter(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Gradients are complete."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        self.bytes["gradients"] = sum(size(p.grad) for p in held if p.grad is not None)
+        self.bytes["gradients"] = sum(held_bytes(p.grad) for p in held if p.grad is not None)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """The step is done."""
-        self.bytes["parameters"] = sum(size(p) for p in pl_module.parameters() if not p.is_meta)
+        self.bytes["parameters"] = sum(held_bytes(p) for p in pl_module.parameters() if not p.is_meta)
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-        self.bytes["optimizer"] = sum(size(v) for state in states for v in state.values() if torch.is_tensor(v))
-
-
-def size(tensor: torch.Tensor) -> int:
-    """Bytes of what this rank holds of `tensor`."""
-    piece = local(tensor)
-    return piece.numel() * piece.element_size()
+        self.bytes["optimizer"] = sum(held_bytes(v) for state in states for v in state.values() if torch.is_tensor(v))
 
 
 def count(plan: dict[str, Any]) -> dict[str, int]:

@@ -38,6 +38,10 @@ class Full:
     @hookimpl
     def apply_activation_checkpointing(self, part: ModelPart) -> None:
         """Wrap the `forward` of the part's blocks."""
+        self.wrap(part)
+
+    def wrap(self, part: ModelPart) -> None:
+        """Let the chosen blocks be recomputed."""
         from framework_plugins.activation.recompute import every_nth, recompute_
 
         for block in every_nth(part.blocks, self.every):

@@ -1,4 +1,4 @@
-"""Put recomputation around one block without changing a parameter's name; both options of the concern use it."""
+"""Put recomputation around one block without changing a parameter's name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from framework.dropout import Masks
 
 ContextMaker = Callable[[], Any]
+Chooser = Callable[..., dict[str, Any]]
 
 
 def recompute_(
@@ -22,6 +23,7 @@ def recompute_(
     masks: Masks | None = None,
     preserve_rng_state: bool = True,
     contexts: ContextMaker = noop_context_fn,
+    choose: Chooser | None = None,
 ) -> None:
     """Make `block` drop its activations after forward and compute them again in backward (Chen et al., 2016).
 
@@ -33,27 +35,37 @@ def recompute_(
         masks: of dropout in the block, which are drawn again whatever is computed in between.
         preserve_rng_state: draw the same random numbers again.
         contexts: makes the pair of contexts of forward and recomputation (`torch.utils.checkpoint.checkpoint`).
+        choose: called before each forward that learns with what will be run (as often as one likes: it drops the same),
+            the block and its arguments; returns further arguments of `checkpoint`. None = there are none.
     """
-    inner = block.forward
-    # a bound method is taken apart and rebound, else a deep copy of the block would run the original's weights
-    run = inner.__func__ if isinstance(inner, MethodType) and inner.__self__ is block else _without_self(inner)
+    run = unbound(block)
     # the compiler can't trace a call that is given the default
     chosen: dict[str, Any] = {} if contexts is noop_context_fn else {"context_fn": contexts}
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return run(self, *args, **kwargs)
+        again = run if masks is None else masks.recomputed(run)
         return checkpoint(
-            run if masks is None else masks.recomputed(run),
+            again,
             self,
             *args,
             use_reentrant=False,
             preserve_rng_state=preserve_rng_state,
-            **chosen,
+            **(chosen if choose is None else choose(again, self, *args, **kwargs)),
             **kwargs,
         )
 
     block.forward = MethodType(forward, block)
+
+
+def unbound(block: nn.Module) -> Callable[..., Any]:
+    """Return the `forward` of `block` as a function of the block, to be bound again.
+
+    A bound method that was merely wrapped would have a deep copy of the block run the original's weights.
+    """
+    inner = block.forward
+    return inner.__func__ if isinstance(inner, MethodType) and inner.__self__ is block else _without_self(inner)
 
 
 def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
