@@ -145,15 +145,17 @@ class GradientReduction:
         """Return the reduction of a part's parameters; other arguments as in the constructor.
 
         In a pipeline a gradient is final after the last micro-batch, if it isn't added to those of earlier micro-steps
-        later; where a rank runs several stages their buckets have no common order.
+        later; where a rank runs several stages their buckets have no common order. With manual optimization each pass
+        may have parameters of its own, and which ones only the module's author knows.
         """
-        mine, pipeline = set(part.parameters()), part.stages > 1
+        mine, pipeline, manual = set(part.parameters()), part.stages > 1, not part.root.automatic_optimization
+        settings["find_unused"] = settings.get("find_unused", False) or manual
         return cls(
             {name: parameter for name, parameter in part.root.named_parameters() if parameter in mine},
             group,
             bucket_bytes=bucket_bytes,
             backwards=plan.batch.microbatches if pipeline else 1,
-            early=not pipeline or (plan.batch.accumulation == 1 and part.stages == plan.mesh.pp),
+            early=not manual and (not pipeline or (plan.batch.accumulation == 1 and part.stages == plan.mesh.pp)),
             own_gradients=not pipeline,
             buffers_of=part.owned.values() if buffers else (),
             **settings,
@@ -224,6 +226,11 @@ class GradientReduction:
         self._started = 0
         self._copy_buffers()
         return ()
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients were accumulated since the last `finish`."""
+        return any(bucket.fired for bucket in self._buckets)
 
     def _used_anywhere(self) -> dict[nn.Parameter, bool]:
         """Return which parameters got a gradient on any replica."""

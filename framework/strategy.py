@@ -41,6 +41,7 @@ from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
 from framework.precision import Precision, together
 from framework.randomness import MicroStepSeeds
+from framework.replaced import REPLACED, drain_before_validation, hold_schedule_on_skipped_steps
 from framework.shared_weights import SharedWeights
 from framework.window import Window, batch_size
 
@@ -184,7 +185,7 @@ class MeshStrategy(MeshCollectives):
         if self.pipeline is not None:
             self.pipeline.recording = self.window.recorder.recording
             if self.pipeline.delayed:
-                self._drain_before_validation(module)
+                drain_before_validation(module, self.drain)
         precision.clip = self._clip
         precision.drop_step = self.window.take_drop
         self.state = StateKeeper(self, module)
@@ -195,7 +196,7 @@ class MeshStrategy(MeshCollectives):
                 filler = stack.enter_context(placeholder(module)) if self.plan.mesh.pp > 1 else None
                 self.setup_optimizers(trainer)
                 forget(filler, self.optimizers)
-            self._hold_schedule_on_skipped_steps(module, trainer)
+            hold_schedule_on_skipped_steps(module, trainer, precision)
             if not module.automatic_optimization:
                 lightning_private.count_batches(trainer)
         self.setup_precision_plugin()
@@ -207,28 +208,6 @@ class MeshStrategy(MeshCollectives):
         ]
         if problems and trainer.state.fn == TrainerFn.FITTING:
             raise PlanError(problems)
-
-    def _hold_schedule_on_skipped_steps(self, module: LightningModule, trainer: LightningTrainer) -> None:
-        """A step that was skipped must not move a per-step learning-rate schedule (P33)."""
-        original = module.lr_scheduler_step
-        precision = self._precision
-
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            per_step = any(c.scheduler is scheduler and c.interval == "step" for c in trainer.lr_scheduler_configs)
-            if not (per_step and precision.last_step_skipped):
-                original(scheduler, metric)
-
-        module.lr_scheduler_step = lr_scheduler_step  # type: ignore[method-assign]
-
-    def _drain_before_validation(self, module: LightningModule) -> None:
-        """Drain while modules still are in training mode: validation measures weights that learned from every batch."""
-        original = module.on_validation_model_eval
-
-        def on_validation_model_eval() -> None:
-            self.drain()
-            original()
-
-        module.on_validation_model_eval = on_validation_model_eval  # type: ignore[method-assign]
 
     def drain(self) -> None:
         """Apply the gradients of all batches on their way; before validation, each checkpoint, and the end. Collective.
@@ -304,15 +283,21 @@ class MeshStrategy(MeshCollectives):
         """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""
         args = self._cut(args)
         with self._precision.train_step_context(), self._contexts():
-            if not self._module.automatic_optimization:
-                return self._run("training_step", *args, **kwargs)
             assert self.window is not None
             if self.pipeline is not None:
                 return self.pipeline.training_step(self.window, self._precision, *args, **kwargs)
             with self.window.recorder.recording() as entries:
                 output = self._run("training_step", *args, **kwargs)
             real = self.loaders is None or self.loaders.is_real(self._module.trainer, self._batch_index)
-            return self.window.close_micro_step(output, entries, args[0], real, stop=preemption.requested())
+            stop = preemption.requested()
+            if self._module.automatic_optimization:
+                return self.window.close_micro_step(output, entries, args[0], real, stop)
+            if any(getattr(part.reduction, "unreduced", False) for part in self.parts):
+                raise RunFailedError(
+                    "training_step called loss.backward(), so its gradients weren't averaged over the ranks; with manual "
+                    "optimization call self.manual_backward(loss)."
+                )
+            return self.window.close_manual_step(output, entries, args[0], real, stop)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of one micro-step; at the last one of a window divide by the true weight of the whole window."""
@@ -489,7 +474,7 @@ class MeshStrategy(MeshCollectives):
         """Undo what was put on the module's instance."""
         if self.window is not None:
             self.window.recorder.remove()
-            for name in ("configure_optimizers", "lr_scheduler_step", "on_validation_model_eval"):
+            for name in ("configure_optimizers", *REPLACED):
                 self._module.__dict__.pop(name, None)
         assert self.cluster_environment is not None
         assert self.accelerator is not None

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 REDUCTIONS = ("bucketed", "overlap")
 HOOKS = ("none", "fp16", "bf16", "powersgd")
+WRAPPER_ONLY = ("gradient_as_bucket_view", "static_graph")
+"""Settings of torch's wrapper that `framework.reduction` doesn't have."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,7 +104,7 @@ class DDP:
                     f"only torch's DDP wrapper has it, and that doesn't work with {other}",
                     f"strategy.{name}={str(getattr(defaults, name)).lower()}",
                 )
-                for name in ("gradient_as_bucket_view", "static_graph")
+                for name in WRAPPER_ONLY
                 if getattr(self, name) != getattr(defaults, name)
             ]
             if self.hook == "powersgd":
@@ -137,10 +139,27 @@ class DDP:
         """Wrap the model, or have its gradients reduced without a wrapper."""
         if not any(parameter.requires_grad for parameter in part.parameters()):
             return  # torch refuses; there is nothing to reduce
-        if self._own_reduction(plan):
+        if self._own_reduction(plan) or not part.root.automatic_optimization:
             self._reduce(part, mesh, plan)
         else:
             self._wrap(part, mesh)
+
+    @hookimpl
+    def check_model(self, plan: RunPlan, model: Any) -> Sequence[Problem]:
+        """With manual optimization the wrapper, which expects one backward after each forward, can't be used."""
+        if getattr(model, "automatic_optimization", True) or self._own_reduction(plan):
+            return []
+        reason = "only torch's DDP wrapper has it, and that reduces nothing under manual optimization"
+        defaults = DDP()
+        asked = [name for name in WRAPPER_ONLY if getattr(self, name) != getattr(defaults, name)]
+        return [
+            Problem(
+                f"strategy.{name}={str(getattr(self, name)).lower()}",
+                reason,
+                f"strategy.{name}={str(getattr(defaults, name)).lower()}",
+            )
+            for name in [*asked, *(["hook"] if self.hook == "powersgd" else [])]
+        ]
 
     def _own_reduction(self, plan: RunPlan) -> bool:
         return self.reduction == "overlap" or plan.mesh.tp > 1 or plan.mesh.pp > 1
