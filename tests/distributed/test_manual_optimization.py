@@ -77,7 +77,10 @@ def test_a_backward_past_the_framework_is_named(pool: Any) -> None:
     ("chosen", "told"),
     [
         (FSDP(), "FSDP reduces gradients after it. Type strategy=ddp."),
-        (DDP(static_graph=True), "strategy.static_graph=true: only torch's DDP wrapper has it, and that reduces nothing"),
+        (
+            DDP(static_graph=True),
+            "strategy.static_graph=true: only torch's DDP wrapper has it, and that reduces nothing",
+        ),
         (DDP(hook="powersgd"), "Type strategy.hook=none."),
     ],
 )
