@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,11 +38,12 @@ from framework.mesh import Mesh
 from framework.mesh_collectives import MeshCollectives
 from framework.parallelize import parallelize
 from framework.parts import ModelPart
-from framework.plan import RunPlan
+from framework.plan import AXES, RunPlan
 from framework.plugin_manager import manager_for
 from framework.precision import Precision, together
 from framework.randomness import MicroStepSeeds
 from framework.replaced import REPLACED, drain_before_validation, hold_schedule_on_skipped_steps
+from framework.roll_call import RollCall, attend
 from framework.shared_weights import SharedWeights
 from framework.window import Window, batch_size
 
@@ -80,6 +82,7 @@ class MeshStrategy(MeshCollectives):
         """Norm before clipping of the last optimizer step, 0-dim; None without clipping."""
         self.optimizer_calls = 0
         """Steps of all optimizers of this process under manual optimization, where `global_step` counts batches."""
+        self.roll_call: RollCall | None = None
         self._batch_index = 0
         self._nothing_to_move = False
         self._forward_redirection = lightning_private.forward_redirection()
@@ -145,9 +148,11 @@ class MeshStrategy(MeshCollectives):
             lightning_private.init_process_group(self.cluster_environment, backend, self.plan.timeout_s)
         if self._mesh is None:
             self._mesh = Mesh(self.plan.mesh, self.plan.accelerator)
+        groups = [dist.group.WORLD, *(self.mesh.group(axis) for axis in AXES if axis != "pp")]
+        self.roll_call = attend([group for group in groups if group is not None], self.plan.timeout_s)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_manager": None}
+        return super().__getstate__() | {"_manager": None, "roll_call": None}
 
     def connect(self, model: LightningModule) -> None:
         """Take the module; if it has no `configure_optimizers`, the chosen optimizer stands in for it."""
@@ -164,6 +169,8 @@ class MeshStrategy(MeshCollectives):
         module, precision = self._module, self._precision
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        if self.roll_call is not None:
+            self.roll_call.batches = partial(lightning_private.begun_batches, trainer)
         self._check_module(module, trainer)
         self._seed = MicroStepSeeds(self.plan, self.global_rank)
         users = [user for user in (module, getattr(trainer, "datamodule", None)) if user is not None]
@@ -294,8 +301,8 @@ class MeshStrategy(MeshCollectives):
                 return self.window.close_micro_step(output, entries, args[0], real, stop)
             if any(getattr(part.reduction, "unreduced", False) for part in self.parts):
                 raise RunFailedError(
-                    "training_step called loss.backward(), so its gradients weren't averaged over the ranks; with manual "
-                    "optimization call self.manual_backward(loss)."
+                    "training_step called loss.backward(), so its gradients weren't averaged over the ranks; with "
+                    "manual optimization call self.manual_backward(loss)."
                 )
             return self.window.close_manual_step(output, entries, args[0], real, stop)
 

@@ -181,6 +181,8 @@ class Trainer(pl.Trainer):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As Lightning's; a delayed pipeline is drained first, so that a resumed run is the run that went on."""
         if isinstance(self.strategy, MeshStrategy):
+            if self.strategy.roll_call is not None:
+                self.strategy.roll_call.call("trainer.save_checkpoint")
             self.strategy.drain()
         super().save_checkpoint(*args, **kwargs)
         if isinstance(self.strategy, MeshStrategy) and self.strategy.state is not None and not self.training:

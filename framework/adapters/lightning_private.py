@@ -111,6 +111,11 @@ def finished_epochs(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
+def begun_batches(trainer: Any) -> int:
+    """Return how many training batches of the run were begun; may be asked from any thread."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+
 def resume_from(trainer: Any, path: str) -> None:
     """Tell a trainer that is loading a checkpoint that it is another one; its public setter is for users, and warns."""
     trainer._checkpoint_connector._ckpt_path = path

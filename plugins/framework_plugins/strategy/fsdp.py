@@ -89,8 +89,8 @@ class FSDP:
         if getattr(model, "automatic_optimization", True):
             return []
         reason = (
-            "with manual optimization the module makes its optimizer steps while its step method runs, and FSDP reduces "
-            "gradients after it"
+            "with manual optimization the module makes its optimizer steps while its step method runs, and FSDP "
+            "reduces gradients after it"
         )
         return [Problem("strategy=fsdp", reason, "strategy=ddp")]
 
