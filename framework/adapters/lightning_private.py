@@ -156,6 +156,21 @@ def move_to_batch(trainer: Any, saved: int, now: int, length: int | None) -> Non
     progress.is_last_batch = length is not None and now >= length
 
 
+def expect_batches(trainer: Any, length: int) -> None:
+    """Tell Lightning how many batches the training epoch that begins has, those before its position included.
+
+    It asks once a run, and an epoch that was begun under another global batch has fewer than the others. To be called
+    when the epoch's iterator is made.
+    """
+    loop = trainer.fit_loop
+    loader = loop._combined_loader
+    if loader is None:
+        return
+    loop.max_batches = min([length, *(limit for limit in loader.limits or () if limit is not None)])
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval <= 1.0:
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+
 def count_batches(trainer: Any) -> None:
     """Under manual optimization, have `global_step` count batches in which an optimizer stepped, not calls (P24).
 
