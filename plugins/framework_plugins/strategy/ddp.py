@@ -184,6 +184,8 @@ class DDP:
 
         from torch.nn.parallel import DistributedDataParallel
 
+        from framework.errors import RunFailedError
+        from framework.reduction import on_gradient_of_frozen
         from framework_plugins.strategy.compression import WIRE, powersgd, rounding
 
         settings: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
@@ -199,6 +201,15 @@ class DDP:
             static_graph=self.static_graph,
             **settings,
         )
+        names = {parameter: name for name, parameter in part.root.named_parameters() if not parameter.requires_grad}
+
+        def thawed(parameter: Any) -> None:
+            raise RunFailedError(
+                f"{names[parameter]} was frozen when the run began and has a gradient now, which torch's DDP wrapper "
+                "doesn't average; type strategy.reduction=overlap."
+            )
+
+        on_gradient_of_frozen(names, thawed)
         wire = WIRE.get(self.hook)
         if self.hook == "powersgd":
             wrapped.register_comm_hook(*powersgd(group, self.powersgd_rank, self.powersgd_start_step))
