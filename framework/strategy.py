@@ -8,7 +8,7 @@ public seams are used: the methods below are those of `lightning.pytorch.strateg
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -50,6 +50,7 @@ from framework.window import Window, batch_size
 if TYPE_CHECKING:
     from pluggy import PluginManager
 
+    from framework.adapters.lightning_averaging import Average
     from framework.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class MeshStrategy(MeshCollectives):
         self.optimizer_calls = 0
         """Steps of all optimizers of this process under manual optimization, where `global_step` counts batches."""
         self.roll_call: RollCall | None = None
+        self.averages: Sequence[Average] = ()
+        """What stands in for the user's averaging callbacks; the Trainer sets it."""
         self._batch_index = 0
         self._nothing_to_move = False
         self._forward_redirection = lightning_private.forward_redirection()
@@ -206,6 +209,8 @@ class MeshStrategy(MeshCollectives):
             hold_schedule_on_skipped_steps(module, trainer, precision)
             if not module.automatic_optimization:
                 lightning_private.count_batches(trainer)
+            for average in self.averages:
+                average.build(module)
         self.setup_precision_plugin()
         self.barrier("setup")
 

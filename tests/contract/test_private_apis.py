@@ -1,4 +1,4 @@
-"""Private names of torch, Lightning and DeepSpeed are used in three files only; this notices when one of them moves."""
+"""Private names of torch, Lightning and DeepSpeed are used in four files only; this notices when one of them moves."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 ADAPTERS = (
     ROOT / "framework" / "adapters" / "torch_private.py",
     ROOT / "framework" / "adapters" / "lightning_private.py",
+    ROOT / "framework" / "adapters" / "lightning_averaging.py",
     ROOT / "framework" / "adapters" / "deepspeed_private.py",
 )
 FOREIGN = ("torch", "lightning", "deepspeed", "hydra", "pluggy", "omegaconf", "rich")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fitting import fit
+from lightning.pytorch import Callback
 from mixes import Mix
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -37,6 +38,7 @@ class Matrix:
         stop: optimizer steps before the save, in the middle of an epoch.
         steps: optimizer steps in all.
         loss: name under which the module logs its loss.
+        watch: makes more callbacks; tensors that they keep in `found`, by name, are compared as weights are.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Matrix:
     stop: int = 3
     steps: int = 6
     loss: str = "train_loss"
+    watch: Callable[[], Sequence[Callback]] = tuple
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -77,7 +80,7 @@ class Matrix:
         """Train; what rank 0 saw."""
         paths = [None if path is None else str(path) for path in (save, start)]
         made = self.plan_of(mix, steps, folder)
-        how = (self.module, self.samples, self.loss, *paths)
+        how = (self.module, self.samples, self.loss, self.watch, *paths)
         return pool.run(end_of, mix.ranks, made, *how, process_group=False, timeout=90)[0]
 
     def check(self, pool: Any, folder: Path, before: str, after: str) -> None:
@@ -101,11 +104,15 @@ def end_of(
     module: Callable[[], Any],
     samples: Callable[[], Dataset[Any]],
     loss: str,
+    watch: Callable[[], Sequence[Callback]],
     save_to: str | None,
     ckpt_path: str | None,
 ) -> tuple[dict[str, Tensor], list[float], list[float], int]:
     """Called on every rank: weights at the end, losses, learning rates, optimizer steps done."""
-    seen = fit(plan, module, samples(), save_to=save_to, ckpt_path=ckpt_path, tensors=True, loss=loss)
+    watching = watch()
+    seen = fit(plan, module, samples(), save_to=save_to, ckpt_path=ckpt_path, loss=loss, callbacks=watching)
+    for one in watching:
+        seen.final |= getattr(one, "found", {})
     return seen.final, seen.losses, seen.rates, seen.global_step
 
 

@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from framework import checkpoint_files as files
 from framework.adapters import lightning_private
 from framework.agreement import ranks, together
-from framework.checkpoint import schedule_changes
 from framework.checkpoint_files import CheckpointError, Mark
 from framework.encoding import encode
 from framework.errors import UsageError
+from framework.schedule_changes import schedule_changes
 from framework_plugins.checkpoint import memory
 from framework_plugins.checkpoint.dcp import DCP
 from framework_plugins.checkpoint.store import ShardedStore, Took
