@@ -32,13 +32,15 @@ class Mirror(LightningModule):
         """Return one that holds the module's own tensors; a copy of it is a copy of them."""
         mirror = cls()
         persistent = {clean(name) for name in module.state_dict(keep_vars=True)}
+        for raw, _ in module.named_modules():  # in their order, in which Lightning pairs the tensors of both
+            if raw:
+                mirror._owner(clean(f"{raw}."))
         for raw, parameter in module.named_parameters(remove_duplicate=False):
             owner, leaf = mirror._owner(clean(raw))
             owner.register_parameter(leaf, parameter)
         for raw, buffer in module.named_buffers(remove_duplicate=False):
             owner, leaf = mirror._owner(clean(raw))
             owner.register_buffer(leaf, buffer, persistent=clean(raw) in persistent)
-        mirror.register_load_state_dict_post_hook(_others_are_absent)  # type: ignore[no-untyped-call]
         return mirror
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
@@ -51,10 +53,8 @@ class Mirror(LightningModule):
         return owner, leaf
 
     def to(self, device: Any) -> Mirror:  # type: ignore[override]
-        """Move what this rank holds; what another stage holds has no memory."""
-        if self.moves:
-            self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
-        return self
+        """Stay where the tensors are, unless the user has named a device: this module knows none of its own."""
+        return super().to(device) if self.moves else self
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As Lightning's, but tied tensors are one object under all their names."""
@@ -63,12 +63,6 @@ class Mirror(LightningModule):
         result = {} if destination is None else destination
         result.update({name: once[id(tensor)] for name, tensor in found.items()})
         return result
-
-
-def _others_are_absent(mirror: nn.Module, keys: Any) -> None:
-    """What another stage holds isn't missing."""
-    absent = {f"module.{name}" for name, tensor in mirror.state_dict(keep_vars=True).items() if tensor.is_meta}
-    keys.missing_keys[:] = [key for key in keys.missing_keys if key not in absent]
 
 
 class Average:

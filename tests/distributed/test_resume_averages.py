@@ -96,11 +96,20 @@ def test_the_mean_of_all_steps_too(pool: Any, folder: Path, before: str, after: 
     MEAN.check(pool, folder, before, after)
 
 
-class Normed(Mlp):
-    """With running statistics, tied layers and a state of its own."""
+class Seen(nn.Module):
+    """Nothing but a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+
+class Normed(Mlp):
+    """With running statistics, a module that has only a buffer, tied layers, and a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = Seen()
         self.norm = nn.BatchNorm1d(4)
         self.enter, self.leave = nn.Linear(4, 4), nn.Linear(4, 4)
         self.enter.weight = self.leave.weight = nn.Parameter(torch.eye(4) * 0.5)
@@ -111,6 +120,7 @@ class Normed(Mlp):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps += 1
+        self.inputs.total += batch["x"].mean(0).detach()
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
