@@ -1,7 +1,8 @@
 """Checkpoints between Lightning and the store: what is saved, under which names, and how another mix gets it back.
 
 Names in a checkpoint: `model.<name>`, `optimizer.<number>.<parameter>.<key>`, `meta.<keys>` (tensors inside other
-state) and `rank.<rank>.<name>` (what callbacks keep for each rank).
+state), `rank.<rank>.<name>` (what callbacks keep for each rank), and where weights are averaged `current.<name>`: those
+that are trained, and `model` is their average.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from framework.plan import Checkpoint, MeshSpec
 from framework.state import (
     Entries,
     ModuleState,
+    clean,
     flatten_optimizer,
     module_state,
     optimizer_template,
@@ -48,7 +50,11 @@ log = logging.getLogger(__name__)
 
 RANK_STATE = "rank_state"
 """Key of Lightning's checkpoint dict under which callbacks may put tensors of this rank alone: name -> tensor."""
-_OWN_KEYS = ("state_dict", "optimizer_states", RANK_STATE, "hparams_type", "datamodule_hparams_type")
+AVERAGED = "current_model_state"
+"""Key under which Lightning's averaging callbacks put the weights that are trained; then `state_dict` is an average."""
+TRAINED = "current."
+"""Names of these weights in a checkpoint begin so."""
+_OWN_KEYS = ("state_dict", "optimizer_states", RANK_STATE, AVERAGED, "hparams_type", "datamodule_hparams_type")
 """Keys of Lightning's dict that aren't carried over as they are; stored hyper-parameters are plain: no type needed."""
 
 
@@ -125,10 +131,11 @@ def save_checkpoint(
         CheckpointError: on all ranks, if any can't save, or they hold states of different steps.
     """
     what = f"Saving {path}"
-    model = state_of(checkpoint.get("state_dict", {}))
+    model, trained = state_of(checkpoint.get("state_dict", {})), state_of(checkpoint.get(AVERAGED, {}))
+    model.extra |= trained.extra
     optimizers = checkpoint.get("optimizer_states", [])
     own = checkpoint.get(RANK_STATE, {})
-    tensors = together(what, lambda: _named_tensors(model, optimizers, own), CheckpointError)
+    tensors = together(what, lambda: _named_tensors(model, trained, optimizers, own), CheckpointError)
     reports = gather(
         {
             "held": {*model.tensors, *model.ties},
@@ -170,9 +177,10 @@ def save_checkpoint(
 
 
 def _named_tensors(
-    model: ModuleState, optimizers: Sequence[dict[str, Any]], rank_state: Mapping[str, Tensor]
+    model: ModuleState, trained: ModuleState, optimizers: Sequence[dict[str, Any]], rank_state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     tensors = {f"model.{name}": tensor.detach() for name, tensor in model.tensors.items()}
+    tensors |= {f"{TRAINED}{name}": tensor.detach() for name, tensor in trained.tensors.items()}
     for number, state in enumerate(optimizers):
         tensors |= flatten_optimizer(state, f"optimizer.{number}.")
     return tensors | {f"rank.{ranks()[0]}.{name}": tensor for name, tensor in rank_state.items()}
@@ -215,6 +223,7 @@ def load_checkpoint(
     *,
     mesh: MeshSpec | None = None,
     strict: bool = True,
+    averaging: bool = False,
 ) -> dict[str, Any]:
     """Restore model and optimizers in place and return the rest as Lightning's checkpoint dict. Collective.
 
@@ -227,6 +236,7 @@ def load_checkpoint(
         optimizers: to fill; None = weights only (validation, a warm start).
         mesh: of this run. `rank_state` is in the result only if the checkpoint's mesh is the same.
         strict: False lets names be missing on either side.
+        averaging: whether the run averages weights, and so takes those that are trained apart from their average.
 
     Returns:
         Lightning's dict; its `state_dict` holds the module's own, now loaded, tensors, so that `on_load_checkpoint`
@@ -240,10 +250,18 @@ def load_checkpoint(
     live = module_state(module)
     entries, meta = together(what, lambda: (store.entries(path), store.read_meta(path)), CheckpointError)
     versions.check_same(what, gather(meta.get("clock")))
+    averaged = optimizers is not None and any(name.startswith(TRAINED) for name in entries)
 
     def build() -> dict[str, Tensor]:
         _check(path, meta, live, optimizers)
+        if averaged and not averaging:
+            raise CheckpointError(
+                f"{path} holds an average of weights beside those that were trained, and no callback of this run takes "
+                "it: add the one that made it (EMAWeightAveraging), or start a new run from its weights"
+            )
         template = {f"model.{name}": tensor.detach() for name, tensor in live.tensors.items()}
+        if averaged:
+            template |= {f"{TRAINED}{name}": torch.zeros_like(t.detach()) for name, t in live.tensors.items()}
         for number, optimizer in enumerate(optimizers or ()):
             template |= optimizer_template(module, optimizer, f"optimizer.{number}.", entries)
         if mesh is not None and dataclasses.asdict(mesh) == meta["mesh"]:
@@ -254,10 +272,17 @@ def load_checkpoint(
         return template if strict else {name: tensor for name, tensor in template.items() if name in entries}
 
     template = together(what, build, CheckpointError)
-    scope = ("model.", *(("optimizer.",) if optimizers is not None else ())) if strict else ()
+    scope = ("model.", *(("optimizer.", TRAINED) if optimizers is not None else ())) if strict else ()
     store.load(path, template, scope)
     _report_casts(template, entries)
-    return together(what, lambda: _finish(meta, live, module, optimizers or (), template), CheckpointError)
+    result = together(what, lambda: _finish(meta, live, module, optimizers or (), template), CheckpointError)
+    if averaged:
+        first = {name: name for name in live.tensors} | live.ties
+        result[AVERAGED] = {
+            raw: template[f"{TRAINED}{first[name]}"] if (name := clean(raw)) in first else value
+            for raw, value in module.state_dict().items()
+        }
+    return result
 
 
 def _empty(entries: Entries) -> dict[str, Tensor]:
@@ -337,26 +362,6 @@ def _like(target: Tensor, value: Tensor) -> Tensor:
         # No rank sends anything: each takes its piece.
         return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
     return value
-
-
-def schedule_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """Compare a scheduler's saved state with a fresh one's: settings that differ, in words. The saved ones will win."""
-    changes = []
-    for key, value in saved.items():
-        if key in _PROGRESS or key not in now:
-            continue
-        if isinstance(value, list) and any(isinstance(one, dict) for one in value):  # schedulers or factors inside
-            for one, other in zip(value, now[key], strict=False):
-                if isinstance(one, dict) and isinstance(other, dict):
-                    changes += schedule_changes(one, other, where)
-        elif isinstance(value, (bool, int, float, str, list, tuple, dict)) and value != now[key]:
-            changes.append(f"{where}.{key}: {value} from the checkpoint, this run's settings say {now[key]}")
-    return changes
-
-
-_PROGRESS = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "best",
-             "num_bad_epochs", "cooldown_counter")  # fmt: skip
-"""What changes in a scheduler as it goes."""
 
 
 def _report_casts(template: Mapping[str, Tensor], entries: Entries) -> None:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -36,6 +37,7 @@ from framework.errors import (
 from framework.failures import headline
 from framework.plan import STARTS, Checkpoint, Failure, RunPlan
 from framework.plugin_manager import manager_for
+from framework.run_lock import alone_in
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +220,8 @@ def launch(plan: RunPlan, entry: str = TRAIN) -> RunResult:
 
     Raises:
         PlanError: the plan can't be started (time limit, ranks a host).
-        UsageError: no launcher is chosen, or there is no checkpoint as `ckpt_path` asks for.
+        UsageError: no launcher is chosen, there is no checkpoint as `ckpt_path` asks for, or another run is writing
+            into the folder.
         RunFailedError: no process could be started.
     """
     problems = check(plan)
@@ -228,8 +231,18 @@ def launch(plan: RunPlan, entry: str = TRAIN) -> RunResult:
     launcher: Launcher | None = manager.hook.make_launcher(plan=plan)
     if launcher is None:
         raise UsageError("No launcher is chosen, so nobody can start the ranks; type launcher=local.")
+    held: AbstractContextManager[None] = nullcontext()
     if launcher.leads:
         Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
+        if (
+            plan.command == "fit" and launcher.external_attempt is None
+        ):  # else this process's children would hold it too
+            held = alone_in(plan.run_dir)
+    with held:
+        return _run(plan, entry, manager, launcher)
+
+
+def _run(plan: RunPlan, entry: str, manager: pluggy.PluginManager, launcher: Launcher) -> RunResult:
     error: BaseException | None = None
     try:
         with StopSignals() as stop:

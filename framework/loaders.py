@@ -105,6 +105,7 @@ class Loader(DataLoader[Any]):
         """Start at the position; random numbers of workers and of this process are seeded by it."""
         if self._where.train:
             self.batches.position = self._position.begin(self.batches.usable)
+            lightning_private.expect_batches(self._where.trainer, len(self.batches))
         make = self._reader.__iter__ if self.numbered else super().__iter__
         rows = _iterate(self._reader, make, self._where, epoch=self.batches.position[0], first=self.batches.first())
         return self.tray.unpack(rows) if self.numbered else rows

@@ -86,7 +86,7 @@ class GradientReduction:
     Sums are torch's; a library with all-reduces of its own overrides `send`.
 
     Args:
-        parameters: name -> parameter, in the order of the model; frozen ones are left out.
+        parameters: name -> parameter, in the order of the model; frozen ones are left out until they have gradients.
         group: the replicas.
         bucket_bytes: a bucket holds at least one parameter and no more bytes than this; 0 = one parameter each.
         wire_dtype: gradients are divided by the number of replicas, rounded to it, summed in it; None = their own.
@@ -116,20 +116,40 @@ class GradientReduction:
     ) -> None:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._names = {parameter: name for name, parameter in self.parameters.items()}
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+        self._thawed = False
         self.group = group
+        self.bucket_bytes = bucket_bytes
         self.wire_dtype = wire_dtype
         self.early = early
         self.own_gradients = own_gradients
         self.find_unused = find_unused
-        self._buckets = [
-            _Bucket(members, len(members) * backwards) for members in _fill(self.parameters.values(), bucket_bytes)
-        ]
+        self.backwards = backwards
+        self._buckets: list[_Bucket] = []
         self._started = 0
         self._sync = True
         self._with_buffers = [module for module in buffers_of if any(True for _ in module.buffers(recurse=False))]
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
+        self._take(self.parameters.values())
+        on_gradient_of_frozen(self._frozen.values(), self._thaw)
+
+    def _take(self, parameters: Iterable[nn.Parameter]) -> None:
+        for members in _fill(parameters, self.bucket_bytes):
+            bucket = _Bucket(members, len(members) * self.backwards)
+            self._buckets.append(bucket)
+            for parameter in members:
                 parameter.register_post_accumulate_grad_hook(self._counting(bucket))  # type: ignore[no-untyped-call]
+
+    def _thaw(self, parameter: Tensor) -> None:
+        self._thawed = True
+
+    def _take_thawed(self) -> None:
+        """Reduce from now on what was frozen at first and has gradients now (Lightning's `BackboneFinetuning`)."""
+        thawed = {name: p for name, p in self._frozen.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in self._frozen.items() if name not in thawed}
+        self.parameters |= thawed
+        self._names |= {parameter: name for name, parameter in thawed.items()}
+        self._take(thawed.values())
+        self._thawed = False
 
     @classmethod
     def of_part(
@@ -145,15 +165,17 @@ class GradientReduction:
         """Return the reduction of a part's parameters; other arguments as in the constructor.
 
         In a pipeline a gradient is final after the last micro-batch, if it isn't added to those of earlier micro-steps
-        later; where a rank runs several stages their buckets have no common order.
+        later; where a rank runs several stages their buckets have no common order. With manual optimization each pass
+        may have parameters of its own, and which ones only the module's author knows.
         """
-        mine, pipeline = set(part.parameters()), part.stages > 1
+        mine, pipeline, manual = set(part.parameters()), part.stages > 1, not part.root.automatic_optimization
+        settings["find_unused"] = settings.get("find_unused", False) or manual
         return cls(
             {name: parameter for name, parameter in part.root.named_parameters() if parameter in mine},
             group,
             bucket_bytes=bucket_bytes,
             backwards=plan.batch.microbatches if pipeline else 1,
-            early=not pipeline or (plan.batch.accumulation == 1 and part.stages == plan.mesh.pp),
+            early=not manual and (not pipeline or (plan.batch.accumulation == 1 and part.stages == plan.mesh.pp)),
             own_gradients=not pipeline,
             buffers_of=part.owned.values() if buffers else (),
             **settings,
@@ -210,6 +232,8 @@ class GradientReduction:
             for bucket in self._buckets:
                 bucket.fired = 0
             return ()
+        if self._thawed:
+            self._take_thawed()
         used: dict[nn.Parameter, bool] = {}
         if self._started < len(self._buckets):
             missing = [name for name, p in self.parameters.items() if p.requires_grad and p.grad is None]
@@ -224,6 +248,11 @@ class GradientReduction:
         self._started = 0
         self._copy_buffers()
         return ()
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients were accumulated since the last `finish`."""
+        return any(bucket.fired for bucket in self._buckets)
 
     def _used_anywhere(self) -> dict[nn.Parameter, bool]:
         """Return which parameters got a gradient on any replica."""
@@ -242,6 +271,15 @@ class GradientReduction:
             dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0)  # gloo sends no booleans
             for buffer, piece in zip(alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True):
                 buffer.copy_(piece.view_as(buffer))
+
+
+def on_gradient_of_frozen(parameters: Iterable[nn.Parameter], call: Callable[[Tensor], None]) -> None:
+    """Have `call(parameter)` called whenever one of these, which are frozen now, gets a gradient after all."""
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)  # torch takes no hook otherwise
+            parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(False)
 
 
 def _kind(tensor: Tensor) -> str:

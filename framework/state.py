@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from framework import roll_call
 from framework.agreement import gather, ranks
 from framework.checkpoint_files import CheckpointError
 
@@ -331,6 +332,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
             dist.send(tensor.to(_communication_device()).contiguous(), dst=0)
     if rank == 0:
         whole |= {name: whole[first] for _, ties in everyone for name, first in ties.items()}
+    roll_call.level()
     return whole
 
 

@@ -106,6 +106,7 @@ class StateKeeper:
             self.strategy.optimizers if fitting else None,
             mesh=self.strategy.plan.mesh,
             strict=self.module.strict_loading,
+            averaging=bool(self.strategy.averages),
         )
         if ranks()[0] == 0:
             log.info("%s was loaded in %.2f s, every hash checked.", path, time.perf_counter() - began)

@@ -25,9 +25,9 @@ class Saver(Protocol):
 class SaveAndStop(Callback):
     """SIGTERM to any rank, or to the launcher: all ranks save once, at the same step, and stop (P37).
 
-    In training the flag travels in the all-reduce of each micro-step; the stop comes at the end of the optimizer step.
-    In validation all ranks ask one another after each batch, as long as they have equally many: weights don't change
-    there, so the checkpoint is that of the last step. With manual optimization the callback asks at each batch's end.
+    In training the flag travels in the all-reduce of each micro-step; the stop comes at the end of the optimizer step,
+    with manual optimization at that of the batch. In validation all ranks ask one another after each batch, as long as
+    they have equally many: weights don't change there, so the checkpoint is that of the last step.
 
     Args:
         plan: of the run.
@@ -48,8 +48,6 @@ class SaveAndStop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save and stop, if all ranks know and an optimizer step is complete."""
-        if not pl_module.automatic_optimization:
-            preemption.agree(_any_rank(preemption.requested()))
         complete = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         if preemption.agreed() and (complete or not pl_module.automatic_optimization):
             self._stop(trainer)

@@ -8,9 +8,10 @@ public seams are used: the methods below are those of `lightning.pytorch.strateg
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +37,12 @@ from framework.mesh import Mesh
 from framework.mesh_collectives import MeshCollectives
 from framework.parallelize import parallelize
 from framework.parts import ModelPart
-from framework.plan import RunPlan
+from framework.plan import AXES, RunPlan
 from framework.plugin_manager import manager_for
 from framework.precision import Precision, together
 from framework.randomness import MicroStepSeeds
+from framework.replaced import REPLACED, drain_before_validation, hold_schedule_on_skipped_steps
+from framework.roll_call import RollCall, attend
 from framework.shared_weights import SharedWeights
 from framework.state_keeper import StateKeeper
 from framework.window import Window, batch_size
@@ -47,6 +50,7 @@ from framework.window import Window, batch_size
 if TYPE_CHECKING:
     from pluggy import PluginManager
 
+    from framework.adapters.lightning_averaging import Average
     from framework.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
@@ -79,6 +83,9 @@ class MeshStrategy(MeshCollectives):
         """Norm before clipping of the last optimizer step, 0-dim; None without clipping."""
         self.optimizer_calls = 0
         """Steps of all optimizers of this process under manual optimization, where `global_step` counts batches."""
+        self.roll_call: RollCall | None = None
+        self.averages: Sequence[Average] = ()
+        """What stands in for the user's averaging callbacks; the Trainer sets it."""
         self._batch_index = 0
         self._nothing_to_move = False
         self._forward_redirection = lightning_private.forward_redirection()
@@ -144,9 +151,11 @@ class MeshStrategy(MeshCollectives):
             lightning_private.init_process_group(self.cluster_environment, backend, self.plan.timeout_s)
         if self._mesh is None:
             self._mesh = Mesh(self.plan.mesh, self.plan.accelerator)
+        groups = [dist.group.WORLD, *(self.mesh.group(axis) for axis in AXES if axis != "pp")]
+        self.roll_call = attend([group for group in groups if group is not None], self.plan.timeout_s)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_manager": None}
+        return super().__getstate__() | {"_manager": None, "roll_call": None}
 
     def connect(self, model: LightningModule) -> None:
         """Take the module; if it has no `configure_optimizers`, the chosen optimizer stands in for it."""
@@ -163,6 +172,8 @@ class MeshStrategy(MeshCollectives):
         module, precision = self._module, self._precision
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        if self.roll_call is not None:
+            self.roll_call.batches = partial(lightning_private.begun_batches, trainer)
         self._check_module(module, trainer)
         self._seed = MicroStepSeeds(self.plan, self.global_rank)
         users = [user for user in (module, getattr(trainer, "datamodule", None)) if user is not None]
@@ -184,7 +195,7 @@ class MeshStrategy(MeshCollectives):
         if self.pipeline is not None:
             self.pipeline.recording = self.window.recorder.recording
             if self.pipeline.delayed:
-                self._drain_before_validation(module)
+                drain_before_validation(module, self.drain)
         precision.clip = self._clip
         precision.drop_step = self.window.take_drop
         self.state = StateKeeper(self, module)
@@ -195,9 +206,11 @@ class MeshStrategy(MeshCollectives):
                 filler = stack.enter_context(placeholder(module)) if self.plan.mesh.pp > 1 else None
                 self.setup_optimizers(trainer)
                 forget(filler, self.optimizers)
-            self._hold_schedule_on_skipped_steps(module, trainer)
+            hold_schedule_on_skipped_steps(module, trainer, precision)
             if not module.automatic_optimization:
                 lightning_private.count_batches(trainer)
+            for average in self.averages:
+                average.build(module)
         self.setup_precision_plugin()
         self.barrier("setup")
 
@@ -207,28 +220,6 @@ class MeshStrategy(MeshCollectives):
         ]
         if problems and trainer.state.fn == TrainerFn.FITTING:
             raise PlanError(problems)
-
-    def _hold_schedule_on_skipped_steps(self, module: LightningModule, trainer: LightningTrainer) -> None:
-        """A step that was skipped must not move a per-step learning-rate schedule (P33)."""
-        original = module.lr_scheduler_step
-        precision = self._precision
-
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            per_step = any(c.scheduler is scheduler and c.interval == "step" for c in trainer.lr_scheduler_configs)
-            if not (per_step and precision.last_step_skipped):
-                original(scheduler, metric)
-
-        module.lr_scheduler_step = lr_scheduler_step  # type: ignore[method-assign]
-
-    def _drain_before_validation(self, module: LightningModule) -> None:
-        """Drain while modules still are in training mode: validation measures weights that learned from every batch."""
-        original = module.on_validation_model_eval
-
-        def on_validation_model_eval() -> None:
-            self.drain()
-            original()
-
-        module.on_validation_model_eval = on_validation_model_eval  # type: ignore[method-assign]
 
     def drain(self) -> None:
         """Apply the gradients of all batches on their way; before validation, each checkpoint, and the end. Collective.
@@ -304,15 +295,21 @@ class MeshStrategy(MeshCollectives):
         """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""
         args = self._cut(args)
         with self._precision.train_step_context(), self._contexts():
-            if not self._module.automatic_optimization:
-                return self._run("training_step", *args, **kwargs)
             assert self.window is not None
             if self.pipeline is not None:
                 return self.pipeline.training_step(self.window, self._precision, *args, **kwargs)
             with self.window.recorder.recording() as entries:
                 output = self._run("training_step", *args, **kwargs)
             real = self.loaders is None or self.loaders.is_real(self._module.trainer, self._batch_index)
-            return self.window.close_micro_step(output, entries, args[0], real, stop=preemption.requested())
+            stop = preemption.requested()
+            if self._module.automatic_optimization:
+                return self.window.close_micro_step(output, entries, args[0], real, stop)
+            if any(getattr(part.reduction, "unreduced", False) for part in self.parts):
+                raise RunFailedError(
+                    "training_step called loss.backward(), so its gradients weren't averaged over the ranks; with "
+                    "manual optimization call self.manual_backward(loss)."
+                )
+            return self.window.close_manual_step(output, entries, args[0], real, stop)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of one micro-step; at the last one of a window divide by the true weight of the whole window."""
@@ -489,7 +486,7 @@ class MeshStrategy(MeshCollectives):
         """Undo what was put on the module's instance."""
         if self.window is not None:
             self.window.recorder.remove()
-            for name in ("configure_optimizers", "lr_scheduler_step", "on_validation_model_eval"):
+            for name in ("configure_optimizers", *REPLACED):
                 self._module.__dict__.pop(name, None)
         assert self.cluster_environment is not None
         assert self.accelerator is not None

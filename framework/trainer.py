@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -15,6 +15,7 @@ from pluggy import PluginManager
 
 from framework import objects, preemption
 from framework.adapters import lightning_private
+from framework.adapters.lightning_averaging import averages_of
 from framework.errors import PlanError, PreemptedError, Problem, UsageError
 from framework.ledger.writer import Ledger
 from framework.plan import RunPlan
@@ -54,10 +55,12 @@ class MeshCallback(Callback):
         self.ledger.start(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What other callbacks saved at the end is durable before `fit` returns."""
-        state = strategy_of(trainer).state
-        if state is not None:
-            state.wait()
+        """What other callbacks saved at the end is durable before `fit` returns; averages take their place."""
+        strategy = strategy_of(trainer)
+        if strategy.state is not None:
+            strategy.state.wait()
+        for average in strategy.averages:
+            average.show(pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Close the ledger."""
@@ -177,13 +180,21 @@ class Trainer(pl.Trainer):
             enable_model_summary=False,
             **settings,
         )
+        if isinstance(strategy, MeshStrategy):
+            own_engine = type(strategy) is not MeshStrategy
+            strategy.averages = averages_of(self.callbacks, plan, own_engine)  # type: ignore[attr-defined]
         lightning_private.leave_signals_alone(self)  # `framework.preemption` has its own way, which can't dead-lock
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As Lightning's; a delayed pipeline is drained first, so that a resumed run is the run that went on."""
         if isinstance(self.strategy, MeshStrategy):
+            if self.strategy.roll_call is not None:
+                self.strategy.roll_call.call("trainer.save_checkpoint")
             self.strategy.drain()
-        super().save_checkpoint(*args, **kwargs)
+        with ExitStack() as stack:
+            for average in getattr(self.strategy, "averages", ()):
+                stack.enter_context(average.aside(self.lightning_module))
+            super().save_checkpoint(*args, **kwargs)
         if isinstance(self.strategy, MeshStrategy) and self.strategy.state is not None and not self.training:
             self.strategy.state.wait()  # nobody will ask later
 

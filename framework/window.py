@@ -132,6 +132,14 @@ class Window:
             return {"loss": torch.zeros((), device=self.device, requires_grad=True)}
         return output
 
+    def close_manual_step(self, output: Any, entries: Mapping[str, Entry], batch: Any, real: bool, stop: bool) -> Any:
+        """As `close_micro_step` where the module has made its optimizer steps itself: what it logged becomes global."""
+        weight = float(batch_size(batch))
+        self.totals.add(entries if real else {}, weight)
+        self.totals.settle()
+        self.agree(0.0, 0.0, False, stop)
+        return output
+
     def agree(self, loss: float | None, weight: float, weighted: bool, stop: bool) -> Step:
         """One all-reduce over the world; applies what it says about stopping and about bad losses, replays metrics.
 

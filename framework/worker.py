@@ -25,7 +25,7 @@ import pluggy
 import torch
 import torch.distributed as dist
 
-from framework import preemption, process_groups
+from framework import preemption, process_groups, roll_call
 from framework.errors import PreemptedError
 from framework.failures import failure_of
 from framework.leaving import leave
@@ -144,6 +144,7 @@ def work(plan: RunPlan, rank: int, entry: str, join: Callable[[], None] | None =
             manager.hook.on_run_end(plan=plan, error=error)
         if error is None:
             if dist.is_initialized():
+                roll_call.leave()
                 dist.destroy_process_group()
             _say(Ended("result", result))
             return Ended("result", result)

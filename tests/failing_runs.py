@@ -74,6 +74,21 @@ class Tiny(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
+class ManualTiny(Tiny):
+    """Makes its optimizer steps itself."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Fit a line."""
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 class Trouble(Callback):
     """Raises, or sends a signal to its own process, on one rank of the first attempt.
 

@@ -38,6 +38,7 @@ class FakeTrainer:
         progress = SimpleNamespace(ready=0, started=0, processed=0, completed=0)
         batch = SimpleNamespace(current=progress, total=SimpleNamespace(**vars(progress)), is_last_batch=False)
         self.fit_loop = SimpleNamespace(
+            _combined_loader=None,
             epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=0)),
             epoch_loop=SimpleNamespace(batch_progress=batch),
         )

@@ -111,6 +111,11 @@ def finished_epochs(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
+def begun_batches(trainer: Any) -> int:
+    """Return how many training batches of the run were begun; may be asked from any thread."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+
 def resume_from(trainer: Any, path: str) -> None:
     """Tell a trainer that is loading a checkpoint that it is another one; its public setter is for users, and warns."""
     trainer._checkpoint_connector._ckpt_path = path
@@ -149,6 +154,21 @@ def move_to_batch(trainer: Any, saved: int, now: int, length: int | None) -> Non
         setattr(current, counter, now - behind)
         setattr(total, counter, earlier_epochs + now - behind)
     progress.is_last_batch = length is not None and now >= length
+
+
+def expect_batches(trainer: Any, length: int) -> None:
+    """Tell Lightning how many batches the training epoch that begins has, those before its position included.
+
+    It asks once a run, and an epoch that was begun under another global batch has fewer than the others. To be called
+    when the epoch's iterator is made.
+    """
+    loop = trainer.fit_loop
+    loader = loop._combined_loader
+    if loader is None:
+        return
+    loop.max_batches = min([length, *(limit for limit in loader.limits or () if limit is not None)])
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval <= 1.0:
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
 
 
 def count_batches(trainer: Any) -> None:

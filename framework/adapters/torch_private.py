@@ -67,6 +67,17 @@ def reduction_finished(wrapped: DistributedDataParallel) -> bool:
     return True
 
 
+def begun_collectives(groups: Sequence[Any]) -> dict[str, int]:
+    """Return how many collectives this process has begun in each group, by its name; may be asked from any thread."""
+    return {group.group_name: group._get_sequence_number_for_group() for group in groups}
+
+
+def store_of_the_world() -> Any:
+    """Return a connection of one's own to the store (a `Store`) through which the default group met."""
+    store: Any = distributed_c10d._get_default_store()
+    return store.clone()
+
+
 @contextmanager
 def zero_leaf_gradients(loss: Tensor) -> Generator[None, None, None]:
     """Backward of `loss` inside gives every leaf a zero gradient of the right shape, whatever the graph computes.

@@ -162,6 +162,29 @@ def test_p13_under_another_mix(pool: Any, tmp_path: Any, before: tuple[int, int]
         assert notes.steps == pytest.approx(whole[0].steps[-len(notes.steps) :])
 
 
+@pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after", "save_at"), [(4, 8, 1), (4, 8, 3), (4, 8, 5), (8, 4, 1), (4, 12, 4)])
+def test_p13_under_another_global_batch(
+    pool: Any, tmp_path: Any, before: int, after: int, save_at: int, world: int, accumulation: int
+) -> None:
+    """The rest of an epoch of 24 samples is read, also where it makes no whole steps; and then a whole epoch."""
+    where = str(tmp_path / "saved")
+
+    def settings(batch: int, pieces: int = 1, **trainer: Any) -> Any:
+        size = batch // (world * pieces)
+        strategy = "ddp" if world > 1 else None
+        return plan(world, strategy=strategy, accumulation=pieces, micro_batch_size=size, trainer=trainer)
+
+    make = loader(Ids(24), shuffle=True)
+    first = pool.run(train, world, settings(before), make, save_at=save_at, save_to=where, process_group=False)
+    run = settings(after, accumulation, max_epochs=2)
+    rest = pool.run(train, world, run, make, ckpt_path=where, process_group=False)
+    consumed, read = save_at * before, flat(steps_read(rest))
+    assert sorted(flat(steps_read(first)[:save_at]) + read[: 24 - consumed]) == list(range(24))
+    assert sorted(read[24 - consumed :]) == list(range(24))
+    assert {notes.done for notes in rest} == {save_at + -(-(24 - consumed) // after) + 24 // after}
+
+
 def test_p14_only_data_ranks_share_the_samples(pool: Any) -> None:
     settings = plan(4, strategy="ddp", tp=2, micro_batch_size=2, trainer={"max_epochs": 1})
     assert settings.batch.global_batch_size == 4

@@ -88,6 +88,16 @@ def test_p37_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path, where: s
     assert ids(later) == list(range(12)), "each sample once over both runs"
 
 
+def test_p37_with_manual_optimization(tmp_path: Path) -> None:
+    trouble = {"rank": 1, "where": "train", "step": 3, "what": "SIGTERM"}
+    result = run(tmp_path, "model._target_=failing_runs.ManualTiny", trouble=trouble)
+    assert (result.status, result.exit_code) == ("preempted", 75), result.describe()
+    assert {entry["step"] for entry in trained(tmp_path)} == {0, 1, 2, 3}
+    newest = newest_complete(tmp_path)
+    assert newest is not None
+    assert newest.step == 4
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_p39_p13_a_killed_rank_loses_nothing(tmp_path: Path, workers: int, caplog: Any) -> None:
     assert run(tmp_path / "other", "trainer.max_steps=2", epochs=2).status == "finished"

@@ -15,6 +15,7 @@ ADAPTERS = (
     ROOT / "framework" / "adapters" / "torch_private.py",
     ROOT / "framework" / "adapters" / "torch_memory.py",
     ROOT / "framework" / "adapters" / "lightning_private.py",
+    ROOT / "framework" / "adapters" / "lightning_averaging.py",
     ROOT / "framework" / "adapters" / "deepspeed_private.py",
 )
 FOREIGN = ("torch", "lightning", "deepspeed", "hydra", "pluggy", "omegaconf", "rich")

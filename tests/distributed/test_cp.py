@@ -10,8 +10,7 @@ import torch
 from fitting import fit
 from mixes import GLOBAL_BATCH, SEQUENCE, Mix
 from parity import LR, MOMENTUM, SHAPE, SmallGpt, plan_of, samples
-from test_resume_matrix import STOP
-from test_resume_matrix import run as train_some
+from test_resume_matrix import MATRIX
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from user_modules import Rows, loader
@@ -100,10 +99,10 @@ def test_evaluation_is_a_mean_over_the_tokens_of_all_pieces(pool: Any) -> None:
     ids=["from ring x fsdp", "to ulysses x ddp"],
 )
 def test_a_run_goes_on_under_another_mix(pool: Any, tmp_path: Path, before: Mix, after: Mix) -> None:
-    whole, losses, _ = train_some(pool, Mix("", 1), 6, tmp_path)
-    train_some(pool, before, STOP, tmp_path, save_to=tmp_path / "saved")
-    weights, later, steps = train_some(pool, after, 6, tmp_path, start=tmp_path / "saved")
+    whole, losses, *_ = MATRIX.run(pool, Mix("", 1), 6, tmp_path)
+    MATRIX.run(pool, before, MATRIX.stop, tmp_path, save=tmp_path / "saved")
+    weights, later, _, steps = MATRIX.run(pool, after, 6, tmp_path, start=tmp_path / "saved")
     assert steps == 6
-    assert later == pytest.approx(losses[STOP:], rel=1e-9)
+    assert later == pytest.approx(losses[MATRIX.stop :], rel=1e-9)
     for name, tensor in whole.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12, msg=name)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_resume_matrix as resume
 import torch
 from fitting import fit
 from mixes import ACC2, ACC4, BF16_TRUE, CLIP, Mix
 from parity import SHAPE, SmallGpt, equal_to_reference, initial_of, outcomes_of, reference_of, samples
 from plans import make_plan, option
+from test_resume_matrix import MATRIX
 from user_modules import Mlp, Scalar, gathered, loader, regression, tokens
 
 from framework.plan import RunPlan
@@ -73,7 +73,7 @@ def end_of(plan: RunPlan, save_to: str | None, start: str | None) -> tuple[dict[
 
 
 def run(pool: Any, words: str, ranks: int, steps: int, folder: Path, save_to: Any = None, start: Any = None) -> Any:
-    plan = resume.plan_of(Mix("", ranks, f"precision=fp32 {words}".strip()), steps, folder)
+    plan = MATRIX.plan_of(Mix("", ranks, f"precision=fp32 {words}".strip()), steps, folder)
     paths = [None if path is None else str(path) for path in (save_to, start)]
     return pool.run(end_of, ranks, plan, *paths, process_group=False, timeout=90)[0]
 
@@ -84,9 +84,9 @@ def run(pool: Any, words: str, ranks: int, steps: int, folder: Path, save_to: An
 )
 def test_a_run_goes_on_under_another_mix(pool: Any, tmp_path: Path, before: str, after: str) -> None:
     """Weights, AdamW's state, schedule and data position; validation gives the same number."""
-    weights, val_loss = run(pool, "", 1, resume.STEPS, tmp_path)
-    run(pool, before, 2, resume.STOP, tmp_path, save_to=tmp_path / "saved")
-    got, later = run(pool, after, 2, resume.STEPS, tmp_path, start=tmp_path / "saved")
+    weights, val_loss = run(pool, "", 1, MATRIX.steps, tmp_path)
+    run(pool, before, 2, MATRIX.stop, tmp_path, save_to=tmp_path / "saved")
+    got, later = run(pool, after, 2, MATRIX.steps, tmp_path, start=tmp_path / "saved")
     assert later == pytest.approx(val_loss, rel=1e-6)
     for name, weight in weights.items():
         torch.testing.assert_close(got[name], weight, rtol=1e-4, atol=1e-5)

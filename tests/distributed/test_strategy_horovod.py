@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_resume_matrix as resume
 import torch
 import torch.distributed as dist
 from fitting import fit
@@ -18,6 +17,7 @@ from launching import Launched
 from mixes import ACC2, ACC4, BOUNDS, CLIP, CLIP_INF, CLIP_VALUE, FP16, Mix
 from parity import equal_to_reference, global_batches, initial_of, mean_loss, outcomes_of, plan_of, reference_of
 from plans import make_plan, option
+from test_resume_matrix import MATRIX
 from test_strategy_ddp import Tied, buffers_after, mean_of_rounded, start_of
 from test_strategy_ddp import _gradients as gradients_of
 from test_strategy_ddp import _model as model_of
@@ -238,12 +238,12 @@ def test_buffers_are_copied_from_rank_0_if_asked(pool: Any, copied: bool) -> Non
 @pytest.mark.parametrize(("before", "after"), [(HVD, "strategy=ddp"), ("strategy=fsdp", HVD)])
 def test_a_run_goes_on_under_another_mix(pool: Any, tmp_path: Path, before: str, after: str) -> None:
     """Weights, momentum, schedule and data position, to the last digits."""
-    whole, losses, _ = resume.run(pool, Mix("", 1), resume.STEPS, tmp_path)
+    whole, losses, *_ = MATRIX.run(pool, Mix("", 1), MATRIX.steps, tmp_path)
     saved = tmp_path / "step-3"
-    resume.run(pool, Mix("", 2, before), resume.STOP, tmp_path, save_to=saved)
-    weights, later, steps = resume.run(pool, Mix("", 2, after), resume.STEPS, tmp_path, start=saved)
-    assert steps == resume.STEPS
-    assert later == pytest.approx(losses[resume.STOP :], rel=1e-9)
+    MATRIX.run(pool, Mix("", 2, before), MATRIX.stop, tmp_path, save=saved)
+    weights, later, _, steps = MATRIX.run(pool, Mix("", 2, after), MATRIX.steps, tmp_path, start=saved)
+    assert steps == MATRIX.steps
+    assert later == pytest.approx(losses[MATRIX.stop :], rel=1e-9)
     for name, tensor in whole.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12, msg=name)
 

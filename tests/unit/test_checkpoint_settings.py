@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from framework.checkpoint import schedule_changes
 from framework.plan import RunPlan
+from framework.schedule_changes import schedule_changes
 from framework_plugins.checkpoint.dcp import DCP
 from framework_plugins.checkpoint.pace import Pace
 from framework_plugins.checkpoint.store import Took

@@ -17,11 +17,11 @@ from lightning.pytorch.callbacks import Checkpoint
 from framework import checkpoint_files as files
 from framework.adapters import lightning_private
 from framework.agreement import gather, ranks, together
-from framework.checkpoint import schedule_changes
 from framework.checkpoint_files import CheckpointError, Mark
 from framework.encoding import encode
 from framework.errors import UsageError
 from framework.plan import RunPlan
+from framework.schedule_changes import schedule_changes
 from framework_plugins.checkpoint import memory
 from framework_plugins.checkpoint.dcp import DCP
 from framework_plugins.checkpoint.pace import Pace

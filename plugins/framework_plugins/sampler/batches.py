@@ -69,8 +69,11 @@ class ConsistentBatches(BatchPlan):
         self._answer = (0, 0, 0)
 
     def first(self) -> int:
-        """See `BatchPlan`. A position inside a step of this mix (another mix saved there) counts as the step's end."""
-        return -(-self.position[1] // self.step) * self._per_step
+        """See `BatchPlan`. A position inside a step (another global batch saved there) counts as the step's start.
+
+        Counted so, an epoch that was begun under another global batch never has more batches than a whole one.
+        """
+        return self.position[1] // self.step * self._per_step
 
     def __len__(self) -> int:
         steps, rest = divmod(self._left, self.step)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 REDUCTIONS = ("bucketed", "overlap")
 HOOKS = ("none", "fp16", "bf16", "powersgd")
+WRAPPER_ONLY = ("gradient_as_bucket_view", "static_graph")
+"""Settings of torch's wrapper that `framework.reduction` doesn't have."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,7 +104,7 @@ class DDP:
                     f"only torch's DDP wrapper has it, and that doesn't work with {other}",
                     f"strategy.{name}={str(getattr(defaults, name)).lower()}",
                 )
-                for name in ("gradient_as_bucket_view", "static_graph")
+                for name in WRAPPER_ONLY
                 if getattr(self, name) != getattr(defaults, name)
             ]
             if self.hook == "powersgd":
@@ -137,10 +139,27 @@ class DDP:
         """Wrap the model, or have its gradients reduced without a wrapper."""
         if not any(parameter.requires_grad for parameter in part.parameters()):
             return  # torch refuses; there is nothing to reduce
-        if self._own_reduction(plan):
+        if self._own_reduction(plan) or not part.root.automatic_optimization:
             self._reduce(part, mesh, plan)
         else:
             self._wrap(part, mesh)
+
+    @hookimpl
+    def check_model(self, plan: RunPlan, model: Any) -> Sequence[Problem]:
+        """With manual optimization the wrapper, which expects one backward after each forward, can't be used."""
+        if getattr(model, "automatic_optimization", True) or self._own_reduction(plan):
+            return []
+        reason = "only torch's DDP wrapper has it, and that reduces nothing under manual optimization"
+        defaults = DDP()
+        asked = [name for name in WRAPPER_ONLY if getattr(self, name) != getattr(defaults, name)]
+        return [
+            Problem(
+                f"strategy.{name}={str(getattr(self, name)).lower()}",
+                reason,
+                f"strategy.{name}={str(getattr(defaults, name)).lower()}",
+            )
+            for name in [*asked, *(["hook"] if self.hook == "powersgd" else [])]
+        ]
 
     def _own_reduction(self, plan: RunPlan) -> bool:
         return self.reduction == "overlap" or plan.mesh.tp > 1 or plan.mesh.pp > 1
@@ -165,6 +184,8 @@ class DDP:
 
         from torch.nn.parallel import DistributedDataParallel
 
+        from framework.errors import RunFailedError
+        from framework.reduction import on_gradient_of_frozen
         from framework_plugins.strategy.compression import WIRE, powersgd, rounding
 
         settings: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
@@ -180,6 +201,15 @@ class DDP:
             static_graph=self.static_graph,
             **settings,
         )
+        names = {parameter: name for name, parameter in part.root.named_parameters() if not parameter.requires_grad}
+
+        def thawed(parameter: Any) -> None:
+            raise RunFailedError(
+                f"{names[parameter]} was frozen when the run began and has a gradient now, which torch's DDP wrapper "
+                "doesn't average; type strategy.reduction=overlap."
+            )
+
+        on_gradient_of_frozen(names, thawed)
         wire = WIRE.get(self.hook)
         if self.hook == "powersgd":
             wrapped.register_comm_hook(*powersgd(group, self.powersgd_rank, self.powersgd_start_step))

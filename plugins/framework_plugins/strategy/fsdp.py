@@ -84,6 +84,17 @@ class FSDP:
         return problems
 
     @hookimpl
+    def check_model(self, plan: RunPlan, model: Any) -> Sequence[Problem]:
+        """FSDP2 reduces when the wrapped module's forward has ended; manual optimization makes its steps before."""
+        if getattr(model, "automatic_optimization", True):
+            return []
+        reason = (
+            "with manual optimization the module makes its optimizer steps while its step method runs, and FSDP "
+            "reduces gradients after it"
+        )
+        return [Problem("strategy=fsdp", reason, "strategy=ddp")]
+
+    @hookimpl
     def make_callbacks(self, plan: RunPlan) -> Sequence[Any]:
         """The replica check, where it is on."""
         if not self.replica_check:
