@@ -58,7 +58,7 @@ def slow_writer(delay_s: float, fails: Sequence[int] = ()) -> Any:
     """Delay writing, and let rank 1's fail at the given saves, counted from 1."""
     original, saves = storage.write_tensors, [0]
 
-    def write(path: Path, *args: Any) -> str:
+    def write(path: Path, *args: Any) -> Any:
         time.sleep(delay_s)
         saves[0] += 1
         if saves[0] in fails and path.name == storage.file_name(1):

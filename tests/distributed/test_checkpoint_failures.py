@@ -64,10 +64,10 @@ def full_disk_on_rank_1(run_dir: str) -> tuple[str, str]:
     save_checkpoint(ShardedStore(), content(net, made, step=4), str(folder / "step-000004"), MESH)
     original = storage.write_tensors
 
-    def no_space(path: Path, *args: Any) -> None:
+    def no_space(path: Path, *args: Any) -> Any:
         if dist.get_rank() == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        original(path, *args)
+        return original(path, *args)
 
     storage.write_tensors = no_space
     try:

@@ -9,7 +9,6 @@ file in memory twice and derives a tensor's size from the shards it happens to f
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -36,8 +34,9 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from framework.agreement import gather, ranks
-from framework.checkpoint_files import INDEX, CheckpointError, read_json, sync_folder
+from framework.checkpoint_files import INDEX, read_json
 from framework.encoding import dtype_of
+from framework_plugins.checkpoint.tensor_file import VERSION, hash_of, read_header, version_in, write_tensors
 
 
 @dataclass(frozen=True)
@@ -132,16 +131,12 @@ def write_pieces(folder: Path, pieces: Sequence[tuple[str, Piece, Tensor]], vers
         pieces: as `Layout.pieces` gives them.
         version: of the state, in words; it is kept in the file.
     """
-    tensors: dict[str, Tensor] = {}
-    written = []
-    for name, piece, data in pieces:
-        tensor = on_cpu(data)
-        tensors[piece.key] = tensor
-        written.append((name, replace(piece, sha256=hash_of(tensor))))
+    tensors = {piece.key: data.detach().cpu().contiguous() for _, piece, data in pieces}
     if not tensors:
-        return Written(written)
+        return Written([])
     path = folder / file_name(ranks()[0])
-    header = write_tensors(path, tensors, {VERSION: version})
+    header, hashes = write_tensors(path, tensors, version)
+    written = [(name, replace(piece, sha256=hashes[piece.key])) for name, piece, _ in pieces]
     return Written(written, header, path.stat().st_size)
 
 
@@ -158,54 +153,6 @@ def index_of(layout: Layout, written: Sequence[Written], version: str) -> dict[s
     return {"tensors": tensors, "headers": headers, VERSION: version}
 
 
-VERSION = "version"
-"""Key of the version, in words, in an index and in the metadata of each tensor file."""
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Write one safetensors file and flush it to disk; return the SHA-256 of its header.
-
-    The library makes the header while it writes, so it is read back, and compared with what it must say.
-
-    Raises:
-        OSError: it can't be written; or safetensors' own error (full disk).
-        CheckpointError: what is read back isn't what was written.
-    """
-    save_file(dict(tensors), path, metadata={"format": "pt", **metadata})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets the owner alone read
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    sync_folder(path.parent)
-    header = read_header(path)
-    entries = {key: entry for key, entry in json.loads(header[8:]).items() if key != "__metadata__"}
-    said = {
-        key: (entry["shape"], entry["data_offsets"][1] - entry["data_offsets"][0]) for key, entry in entries.items()
-    }
-    if said != {key: (list(tensor.shape), tensor.nbytes) for key, tensor in tensors.items()}:
-        raise CheckpointError(f"{path.name} was written, but its header doesn't say what it should")
-    return hashlib.sha256(header).hexdigest()
-
-
-def read_header(path: Path) -> bytes:
-    """Return everything before the tensors of a safetensors file: the length of the header (8 bytes) and the header."""
-    with path.open("rb") as file:
-        length = file.read(8)
-        return length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
-
-
-def _version_in(header: bytes) -> str:
-    """Return the version that a file says its state is of; empty if it doesn't say."""
-    try:
-        return str(json.loads(header[8:])["__metadata__"][VERSION])
-    except (ValueError, KeyError, TypeError):
-        return ""
-
-
-def hash_of(tensor: Tensor) -> str:
-    """Return the SHA-256 of a contiguous CPU tensor's bytes; other threads may run meanwhile."""
-    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-
-
 def _piece(item: WriteItem, file: str) -> Piece:
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
@@ -213,12 +160,6 @@ def _piece(item: WriteItem, file: str) -> Piece:
     if tuple(chunk.sizes) != tuple(item.tensor_data.size):
         key += "@" + ",".join(map(str, chunk.offsets))
     return Piece(tuple(chunk.offsets), tuple(chunk.sizes), file, key)
-
-
-def on_cpu(tensor: Tensor) -> Tensor:
-    """Return a contiguous CPU tensor that shares no memory with another one: what safetensors takes."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 class Index:
@@ -295,7 +236,7 @@ class ShardReader(StorageReader):
         path, expected = self.index.folder / file, self.index.headers.get(file)
         header = read_header(path)
         if expected is not None and hashlib.sha256(header).hexdigest() != expected:
-            version = _version_in(header)
+            version = version_in(header)
             if version and version != self.index.version:
                 self.damaged.append(f"{file} holds the state of {version}, but this checkpoint is of"
                                     f" {self.index.version}: it came late and isn't taken")  # fmt: skip
