@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +21,7 @@ from torch.utils.data import DataLoader
 from framework import Trainer
 from framework import checkpoint_files as files
 from framework.testing import RanksError
-from framework_plugins.checkpoint import storage, store
+from framework_plugins.checkpoint import storage
 
 SLOW_S = 0.5
 KILOBYTES = 400
@@ -110,23 +108,6 @@ def test_p18_a_checkpoint_holds_its_own_step(pool: Any, tmp_path: Path, strategy
         assert momentum == pytest.approx(2 * (1 - 0.5**step))
     assert saved(tmp_path, 7)[2] == 7, "the last one is complete when fit returns"
     assert (files.folder_of(tmp_path) / files.LAST).resolve().name == files.step_name(7)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives threads a priority of their own")
-def test_a_thread_that_writes_stands_back_and_no_other_one() -> None:
-    found: list[int] = []
-
-    def write() -> None:
-        for _ in range(2):
-            store.stand_back()
-            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    thread = threading.Thread(target=write)
-    thread.start()
-    thread.join()
-    assert found == [max(before, store.NICE)] * 2
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_p18_ending_at_once_leaves_a_complete_file(pool: Any, tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import sys
 import threading
 import time
 import warnings
@@ -24,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from framework import checkpoint_files as files
-from framework.agreement import gather, ranks, together
+from framework.agreement import anywhere, gather, ranks, together
 from framework.checkpoint_files import CheckpointError, DamagedError
 from framework.plan import Checkpoint
 from framework.versions import Clock
@@ -97,7 +95,6 @@ class ShardedStore:
         let_go = time.perf_counter()
 
         def write() -> None:
-            stand_back()
             try:
                 self._write(Path(path), copies, meta, self._group)
                 self._note(Path(path), began, let_go)
@@ -124,7 +121,7 @@ class ShardedStore:
     def _planned(self, tensors: Mapping[str, Tensor]) -> Layout:
         """Return the layout of these tensors: the last one, if it fits on all ranks."""
         fits = self._layout is not None and self._layout.kind == kind_of(tensors)
-        if self._layout is None or not all(gather(fits)):
+        if anywhere(not fits) or self._layout is None:
             self._layout = Layout(tensors)
             self._buffers.clear()
         return self._layout
@@ -256,17 +253,6 @@ class ShardedStore:
 
     def _index(self, path: str) -> Index:
         return Index(files.read_mark(path).path)
-
-
-def stand_back() -> None:
-    """Let the steps have the cores before the calling thread, where the system tells threads apart."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
-
-
-NICE = 15
-"""Of a thread that writes beside the steps; 19 is the most. Such a thread still gets what the steps leave."""
 
 
 def _read(index: Index, tensors: Mapping[str, Tensor]) -> list[str]:
