@@ -44,7 +44,7 @@ def anywhere(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """
     if ranks()[1] == 1:
         return flag
-    one = torch.tensor(float(flag))  # on the CPU: the world has gloo for it under every accelerator
+    one = torch.tensor(float(flag), device="cpu")  # the world has gloo for it under every accelerator
     dist.all_reduce(one, dist.ReduceOp.MAX, group=group)
     return bool(one.item())
 

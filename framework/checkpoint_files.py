@@ -7,9 +7,9 @@ A run's checkpoints are directories `run_dir/checkpoints/step-000012`, each with
     state.json                   everything that is not a tensor
     meta.json                    the commit mark: step, order of saving, size of every other file, hashes
 
-All is written into `.step-000012.tmp`; once every rank has flushed its file to disk, rank 0 writes `meta.json` and
-renames the directory. So a directory with its proper name is complete unless it was damaged later; names that begin
-with a dot are never read.
+All is written into `.step-000012.<life>.tmp`; once every rank has flushed its file to disk, rank 0 writes `meta.json`
+and renames the directory. So a directory with its proper name is complete unless it was damaged later; names that
+begin with a dot are never read.
 
 Every byte is under a hash that was taken in memory before it was written (SHA-256): each piece's and each file's header
 in `index.json`, those of `index.json` and `state.json` in `meta.json`, and that file's own in itself. What is read is
@@ -18,6 +18,7 @@ checked; a checkpoint that was found damaged gets a file `damaged.json`, and isn
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -26,7 +27,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,34 @@ class Mark:
     better: str = "min"
     saved: float = 0.0
     life: int = 0
+
+
+def read_name(run_dir: str | os.PathLike[str], note: str) -> str | None:
+    """Return a name that a run has elsewhere, from a file in its folder; None if it has none.
+
+    A copy of the folder has none: two runs would take each other's checkpoints for their own.
+    """
+    file = Path(run_dir) / note
+    words = file.read_text().split() if file.is_file() else []
+    if not words or (len(words) > 1 and words[1] != str(Path(run_dir).stat().st_ino)):
+        return None
+    return words[0]
+
+
+def write_name(run_dir: str | os.PathLike[str], note: str, name: str) -> None:
+    """Note a name that a run has elsewhere."""
+    (Path(run_dir) / note).write_text(f"{name} {Path(run_dir).stat().st_ino}\n")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep other processes that come here out of a folder, where its file system has locks."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            log.info("%s can't be locked (%s): several processes may do the same work there.", folder, error)
+        yield
 
 
 def step_name(step: int) -> str:

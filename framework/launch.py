@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 import pluggy
 
-from framework.checkpoint_files import best_complete, folder_of
+from framework.checkpoint_files import CheckpointError, best_complete, folder_of
 from framework.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -280,17 +280,20 @@ def _attempts(
     if launcher.external_attempt is not None:
         return _one_attempt(plan, entry, manager, launcher, stop)
     policy: RestartPolicy | None = manager.hook.make_restart_policy(plan=plan)
-    start = _first_start(plan, manager)
+    start = first = _first_start(plan, manager)
     previous: Failure | None = None
     restarts = adaptations = 0
     while True:
-        outcome = launcher.run(Attempt(_begun(plan, start), restarts, entry, stop))
+        outcome = launcher.run(Attempt(_begun(plan, start, first), restarts, entry, stop))
         if outcome.status != "failed":
             return _result(outcome, stop, restarts, start, outcome.note)
         failure = outcome.failures[0]
         manager.hook.on_worker_failure(plan=plan, failure=failure, attempt=restarts)
-        newest: Checkpoint | None = manager.hook.newest_complete(plan=plan)
-        again = newest.path if newest is not None else _first_start(plan, manager)
+        try:
+            newest: Checkpoint | None = manager.hook.newest_complete(plan=plan)
+        except CheckpointError as error:
+            return _result(outcome, stop, restarts, start, f"Not started again: {error}")
+        again = newest.path if newest is not None else first
         if policy is None:
             return _result(outcome, stop, restarts, start, "Not started again: no recovery is chosen.")
         adapt = getattr(policy, "adapt", None)  # newer than the protocol's other method
@@ -319,7 +322,8 @@ def _one_attempt(
     start = newest.path if newest is not None else _first_start(plan, manager)
     if number and launcher.leads:
         log.warning("Restart %d begins from %s.", number, _why(newest, start))
-    outcome = launcher.run(Attempt(_begun(plan, start), number, entry, stop))
+    first = start if newest is None else None
+    outcome = launcher.run(Attempt(_begun(plan, start, first), number, entry, stop))
     return _result(outcome, stop, number, start, outcome.note)
 
 
@@ -352,10 +356,11 @@ def _first_start(plan: RunPlan, manager: pluggy.PluginManager) -> str | None:
     raise UsageError(f"ckpt_path={asked}: there is no {what} in {run_dir}; type ckpt_path=null to start afresh.")
 
 
-def _begun(plan: RunPlan, start: str | None) -> RunPlan:
-    """Return the plan of an attempt that starts at `start`."""
+def _begun(plan: RunPlan, start: str | None, first: str | None) -> RunPlan:
+    """Return the plan of an attempt that starts at `start`; `first` is where the run began, None = afresh."""
     best = best_complete(plan.run_dir) if plan.ckpt_path == "best" else None
     asked = start == plan.ckpt_path or (best is not None and start == best.path)
+    asked |= "://" in (plan.ckpt_path or "") and start == first
     return plan.with_(ckpt_path=start, fall_back=start is not None and not asked)
 
 
@@ -375,7 +380,7 @@ def _tell_start(found: Checkpoint) -> None:
 
 
 def _told(found: Checkpoint) -> str:
-    return f"{found.path} (step {found.step}, in {found.tier}, found in {found.found_s:.2f} s)"
+    return f"{found.path} (step {found.step}, tier {found.tier}, found in {found.found_s:.2f} s)"
 
 
 def _result(outcome: Outcome, stop: StopSignals, restarts: int, start: str | None, reason: str) -> RunResult:

@@ -93,6 +93,8 @@ class Host:
 
 def connect(one: Host, other: Host) -> None:
     """Lay a cable between two hosts; it is gone with either."""
+    for host in (one, other):  # the end of a cable to a host that died may still hang there for a moment
+        host.shell(f"ip link del {LINK} 2>/dev/null || true")
     subprocess.run(
         ["ip", "link", "add", "name", LINK, "netns", str(one.pid), "type", "veth", "peer", "name", LINK, "netns",
          str(other.pid)],

@@ -19,14 +19,16 @@ def _warm() -> None:
     prewarm()
 
 
-def run(folder: Path, *overrides: str, epochs: int = 1, trouble: dict[str, Any] | None = None) -> RunResult:
+def run(
+    folder: Path, *overrides: str, epochs: int = 1, trouble: dict[str, Any] | None = None, model: str = "Tiny"
+) -> RunResult:
     """Train 6 steps an epoch, of 2 samples, on 2 ranks; each epoch shows each of the 12 samples once."""
     folder.mkdir(exist_ok=True)
     plan = testing.plan(
         "+strategy=ddp", "devices=2", "global_batch_size=2", "threads=1", "timeout_s=60", "logger=[]",
         f"trainer.max_epochs={epochs}",
         "trainer.enable_progress_bar=false", "checkpoint.every_n_steps=2", "checkpoint.save_top_k=-1",
-        "model._target_=failing_runs.Tiny", f'model.folder="{folder}"',
+        f"model._target_=failing_runs.{model}", f'model.folder="{folder}"',
         "data._target_=failing_runs.NumberedData", f"run_dir={folder}", *overrides,
     )  # fmt: skip
     if trouble is not None:
@@ -90,7 +92,7 @@ def test_p37_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path, where: s
 
 def test_p37_with_manual_optimization(tmp_path: Path) -> None:
     trouble = {"rank": 1, "where": "train", "step": 3, "what": "SIGTERM"}
-    result = run(tmp_path, "model._target_=failing_runs.ManualTiny", trouble=trouble)
+    result = run(tmp_path, model="ManualTiny", trouble=trouble)
     assert (result.status, result.exit_code) == ("preempted", 75), result.describe()
     assert {entry["step"] for entry in trained(tmp_path)} == {0, 1, 2, 3}
     newest = newest_complete(tmp_path)
@@ -111,7 +113,8 @@ def test_p39_p13_a_killed_rank_loses_nothing(tmp_path: Path, workers: int, caplo
     assert result.resumed_from == str(folder / "checkpoints" / "step-000006")
     lines = [record.message for record in caplog.records if "Restart 1 begins from" in record.message]
     assert len(lines) == 1
-    assert "step-000006 (step 6), the newest complete checkpoint of this run" in lines[0]
+    assert "step-000006 (step 6, tier disk, found in " in lines[0]
+    assert "the newest complete checkpoint of this run" in lines[0]
     kept = [entry for entry in trained(folder) if entry["attempt"] == 1 or entry["step"] < 6]
     assert {entry["step"] for entry in kept} == set(range(2, 12))
     before = [entry for entry in trained(tmp_path / "other") if entry["step"] < 2]

@@ -45,7 +45,8 @@ def test_a_restart_goes_on_from_the_newest_checkpoint_of_this_run(tmp_path: Path
     assert result.resumed_from == str(tmp_path / "run" / "checkpoints" / "step_6")
     lines = [record.message for record in caplog.records if "Restart 1" in record.message]
     assert len(lines) == 1
-    assert "step_6 (step 6), the newest complete checkpoint of this run" in lines[0]
+    assert "step_6 (step 6, tier disk, found in " in lines[0]
+    assert "the newest complete checkpoint of this run" in lines[0]
     assert "rank 1 was killed by signal 9 (SIGKILL)" in lines[0].replace("Rank 1", "rank 1")
 
 

@@ -81,7 +81,7 @@ def state(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 def began_from(text: str) -> tuple[int, str, float]:
     """Return step, tier and seconds of what a run says it began from."""
-    found = re.search(r"begins from \S+ \(step (\d+), in (\w+), found in ([\d.]+) s\)", text)
+    found = re.search(r"begins from \S+ \(step (\d+), tier (\w+), found in ([\d.]+) s\)", text)
     assert found is not None, text
     return int(found[1]), found[2], float(found[3])
 

@@ -99,6 +99,24 @@ def test_only_the_newest_is_kept(kept: Kept, host: Path) -> None:
     assert not kept.root.exists()
 
 
+def test_what_was_given_up_does_not_pile_up(kept: Kept, host: Path) -> None:
+    for step in (2, 4, 6):  # a put each, and never a commit
+        path, name = save(host, step), file_name(0)
+        at = {"run": RUN, "step": path.name, "clock": Clock(1, (step,)).to_dict()}
+        with wire.connected(kept.peer) as connection:
+            wire.ask(connection, kept.peer, do="put", **at, file=name, size=(path / name).stat().st_size)
+            wire.send_file(connection, path / name, (path / name).stat().st_size)
+            wire.hear(connection)
+    assert [path.name for path in files.folder_of(kept.root).iterdir()] == [".step-000006.1.tmp"]
+
+
+def test_an_older_one_is_kept_until_the_newer_is_whole_everywhere(kept: Kept, host: Path) -> None:
+    assert sender(kept, host).send(save(host, 2), None)
+    kept.keeper.free_bytes = 1 << 60  # it takes nothing more
+    assert not sender(kept, host).send(save(host, 4), None)
+    assert [path.name for path in files.folder_of(kept.root).glob("step-*")] == [files.step_name(2)]
+
+
 def test_a_straggler_is_refused_by_name(kept: Kept, host: Path, caplog: pytest.LogCaptureFixture) -> None:
     to = sender(kept, host)
     late = save(host, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from framework.versions import Clock
 from framework_plugins.checkpoint import remote, tiers
 from framework_plugins.checkpoint.dcp import DCP
 from framework_plugins.checkpoint.remote import Remote, RemoteError
+from framework_plugins.checkpoint.storage import file_name
 from framework_plugins.checkpoint.store import ShardedStore
 
 TENSORS = {"model.a": torch.arange(6.0), "model.b": torch.ones(3, dtype=torch.float64)}
@@ -173,7 +175,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="can't be opened"):
         remote.find("nonsense://bucket", str(tmp_path))
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(RemoteError, match=r"Writing the catalogue of .*/file failed"):
+    with pytest.raises(RemoteError, match=r"(Reading|Writing) the catalogue of .*/file failed"):
         opened(f"file://{tmp_path}/file", tmp_path / "mine")  # at the start of a run, not at its first save
 
 
@@ -188,6 +190,51 @@ def test_an_entry_that_was_tampered_with_is_left_out(
     system.pipe_file(at, system.cat_file(at).replace(b'"step": 2', b'"step": 9'))
     assert remote.entries(url) == {}
     assert "is left out of the catalogue" in caplog.text
+
+
+def test_an_unreadable_catalogue_loses_nothing(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "mine"
+    to = opened(url, run)
+    copied(to, save(run, 2), save(run, 4))
+    system, root = fsspec.core.url_to_fs(url)
+    system.pipe_file(f"{root}/{remote.CATALOGUE}/{to.name}.json", b"nonsense")
+    again = opened(url, run)
+    assert again.name == to.name
+    assert [row["step"] for row in remote.newest(url, to.name)] == [4, 2]
+    assert loaded(remote.find(url, str(tmp_path / "elsewhere")).path)
+
+
+def test_one_that_rotted_is_fetched_once_and_an_older_one_taken(url: str, tmp_path: Path) -> None:
+    """Rotten tensors are found only when they are read; whoever read them marks what was fetched."""
+    run, settings = tmp_path / "mine", DCP(remote=url)
+    on_disk = save(run, 2)
+    rotten = save(run, 4)
+    content = bytearray((rotten / file_name(0)).read_bytes())
+    content[-1] ^= 1
+    (rotten / file_name(0)).write_bytes(content)
+    copied(opened(url, run), rotten)
+    files.mark_damaged(rotten, "a bit has flipped")
+    found = tiers.newest(str(run), settings)
+    assert found is not None
+    assert (found.tier, found.step) == ("remote", 4)
+    with pytest.raises(files.DamagedError, match="aren't those that were written"):
+        loaded(found.path)
+    files.mark_damaged(Path(found.path), "a bit has flipped")
+    found = tiers.newest(str(run), settings)
+    assert found is not None
+    assert (found.tier, found.path) == ("disk", str(on_disk))
+
+
+def test_a_copied_folder_has_a_name_of_its_own(tmp_path: Path) -> None:
+    run, url = tmp_path / "mine", f"file://{tmp_path}/storage"
+    to = opened(url, run)
+    copied(to, save(run, 2))
+    shutil.copytree(run, tmp_path / "copy")
+    assert remote.name_of(str(run)) == to.name
+    assert remote.name_of(str(tmp_path / "copy")) is None
+    other = opened(url, tmp_path / "copy")
+    assert other.name != to.name
+    assert [row["step"] for row in remote.newest(url, to.name)] == [2]
 
 
 def test_names_from_far_away_stay_in_the_folder(url: str, tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ class Checkpoints(Checkpoint):
         self._plan = plan
         self._run_dir = plan.run_dir
         self._peers: Peers | None = None
+        self._whole = Path()
+        """The last checkpoint in memory that is whole with the peers; it is kept until a newer one is."""
         self._remote: Remote | None = None
         self._memory: Path | None = None
         """Folder of the checkpoints in memory, while there are to be any."""
@@ -67,7 +69,9 @@ class Checkpoints(Checkpoint):
         self.best_model_path = ""
         """Path of the best checkpoint so far; the newest one without `monitor`. Lightning's `ckpt_path="best"`."""
         self.best_model_score: float | None = None
-        self.pace = Pace()
+        self._paces = (Pace(), Pace())
+        """Of saves on disk and of those in memory, copies to peers included."""
+        self._flying = self._paces[0]
         self._saved_step = self._begun_step = 0
         self._here = False
         self._source: str | None = None
@@ -117,11 +121,16 @@ class Checkpoints(Checkpoint):
         self.settle(trainer)
         return path
 
+    def _pace_of(self, path: Path) -> Pace:
+        return self._paces[path.parent == self._memory]
+
     def _save(self, trainer: Trainer, path: Path) -> None:
         """Save to `path`, or go on without if that is asked for; nothing is in flight. Collective."""
         if self.settings.mode == "auto":
-            self.store.background = trainer.strategy.broadcast(self.pace.background)
-        self.pace.begin()
+            self.store.background = trainer.strategy.broadcast(self._pace_of(path).background)
+        self._flying = self._pace_of(path)
+        for pace in self._paces:
+            pace.begin()
         try:
             trainer.save_checkpoint(path)
         except CheckpointError as error:
@@ -141,8 +150,8 @@ class Checkpoints(Checkpoint):
             strategy.state.wait()
         except CheckpointError as error:
             self._failed(error)
-        if self.store.last is not None and self.store.last.path.parent == self.folder:  # memory has a pace of its own
-            self.pace.end(self.store.last, self.store.background)
+        if self.store.last is not None:
+            self._pace_of(self.store.last.path).end(self.store.last, self.store.background)
         self.best_model_path, self.best_model_score = trainer.strategy.broadcast(self._best_now)
 
     def _failed(self, error: CheckpointError) -> None:
@@ -167,13 +176,21 @@ class Checkpoints(Checkpoint):
             if self.settings.peers:
                 self._find_peers(root)
         if self.settings.remote is not None:
-            self._remote = together("Opening checkpoint.remote", self._open_remote, CheckpointError)
+            try:
+                self._remote = together("Opening checkpoint.remote", self._open_remote, CheckpointError)
+            except CheckpointError as error:
+                self._failed(error)
         self.store.on_commit = self._committed
 
     def _find_peers(self, root: Path) -> None:
         name, host = root.name.removeprefix("framework-"), ranks()[0] // self._plan.local_world_size
-        self._peers = Peers(self.settings.peers, name, self.settings.memory_dir, host)
-        alone = gather(not self._peers.others)
+        found = together(
+            "Looking for peers",
+            lambda: Peers(self.settings.peers, name, self.settings.memory_dir, host),
+            CheckpointError,
+        )
+        self._peers = found
+        alone = gather(not found.others)
         if any(alone):
             raise CheckpointError(
                 f"checkpoint.peers={self.settings.peers} has no keeper on another host than that of rank"
@@ -182,8 +199,12 @@ class Checkpoints(Checkpoint):
         self.store.copy = self._copy
 
     def _copy(self, path: Path, group: Any) -> None:
-        if path.parent == self._memory and self._peers is not None:
-            self._peers.send(path, group)
+        if path.parent != self._memory or self._peers is None:
+            return
+        if self._peers.send(path, group):
+            self._whole = path
+        if ranks()[0] % self._plan.local_world_size == 0:
+            self._keep_in_memory({path, self._whole})
 
     def _open_remote(self) -> Remote | None:
         if ranks()[0] != 0 or self.settings.remote is None:
@@ -208,17 +229,26 @@ class Checkpoints(Checkpoint):
             self._tidy(path, self._scores.pop(path))
             if self._remote is not None:
                 self._remote.send(path)
-        elif path.parent == self._memory:  # and not another callback's
-            for mark in files.marks(self._memory)[0]:
-                if mark.path != path:
-                    files.remove(mark.path)
+        elif path.parent == self._memory and self._peers is None:  # and not another callback's
+            self._keep_in_memory({path})
+
+    def _keep_in_memory(self, kept: set[Path]) -> None:
+        assert self._memory is not None
+        for other in self._memory.glob("step-*"):  # whole or not: each host has its own part
+            if other not in kept:
+                files.remove(other)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save every `every_n_steps`."""
         self._at_last_batch = lightning_private.at_last_batch(trainer)
-        self.pace.step(self.store.saving)
+        saving = self.store.saving
+        for pace in self._paces:
+            if saving and pace is not self._flying:
+                pace.begin()  # such a step is neither alone nor beside a save of this pace
+            else:
+                pace.step(saving)
         every, step = self.settings.every_n_steps, trainer.global_step
         if not self._on or step == self._saved_step:
             return

@@ -101,6 +101,20 @@ class DCP:
                 "peers hold copies of checkpoints in memory",
                 "checkpoint.memory_every_n_steps=10",
             ),
+            (
+                "memory_every_n_steps",
+                not self.memory_every_n_steps
+                or not self.every_n_steps
+                or self.memory_every_n_steps % self.every_n_steps != 0,
+                "each of these steps is saved on disk anyway",
+                f"checkpoint.memory_every_n_steps={max(1, self.every_n_steps // 10)}",
+            ),
+            (
+                "save_top_k",
+                self.save_top_k != 0 or not (self.memory_every_n_steps or self.remote),
+                "0 saves nothing, in memory and remote neither",
+                "checkpoint.save_top_k=1",
+            ),
             ("remote_keep", self.remote_keep >= 1, "the newest one is always kept", "checkpoint.remote_keep=1"),
             (
                 "remote",

@@ -96,6 +96,8 @@ class Keeper:
             return None
         clock = Clock.from_dict(asked["clock"])
         coming = at.with_name(f".{step}.{clock.life}.tmp")
+        if what == "settle":
+            return self._settle(at, clock)
         if what == "put":
             return self._take(connection, coming, clock, _checked(asked["file"]), int(asked["size"]))
         if what == "commit":
@@ -110,6 +112,9 @@ class Keeper:
                 f"{name} of {clock} comes too late: the state of {max(newer, key=lambda one: (one.life, one.steps))} is"
                 " complete here, and states of different versions aren't mixed"
             )
+        for left in coming.parent.glob(".step-*.tmp"):  # of a save that was given up: one is in flight at a time
+            if left.name.endswith(f".{clock.life}.tmp") and left != coming:
+                shutil.rmtree(left, ignore_errors=True)
         coming.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if size > free - self.free_bytes:
@@ -125,7 +130,7 @@ class Keeper:
         return {}
 
     def _commit(self, at: Path, coming: Path, clock: Clock, texts: dict[str, str]) -> dict[str, Any]:
-        """All ranks' files are with some keeper: make those that are here part of a checkpoint, forget older ones."""
+        """All ranks' files are with some keeper: make those that are here part of a checkpoint."""
         with self._lock:
             if clocks(at.parent).get(at.name) == clock:  # this host's own ranks have saved it, too
                 if coming.is_dir():
@@ -138,6 +143,11 @@ class Keeper:
                     (coming / name).write_text(text)
                 files.remove(at)
                 coming.rename(at)
+        return {}
+
+    def _settle(self, at: Path, clock: Clock) -> dict[str, Any]:
+        """The checkpoint is complete with every keeper: forget what is older."""
+        with self._lock:
             for name, other in clocks(at.parent).items():
                 if other.before(clock):
                     files.remove(at.with_name(name))

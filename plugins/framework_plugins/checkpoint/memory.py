@@ -13,6 +13,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from framework import checkpoint_files as files
 from framework.checkpoint_files import CheckpointError
 
 SYSTEM = Path("/dev/shm")
@@ -25,9 +26,8 @@ SIGN = "framework-keeper"
 
 def name_of(run_dir: str) -> str | None:
     """Return the random name under which a run keeps checkpoints in memory; None if it keeps none."""
-    note = Path(run_dir) / NOTE
-    name = note.read_text().strip() if note.is_file() else ""
-    return name if re.fullmatch(r"[0-9a-f]{32}", name) else None
+    name = files.read_name(run_dir, NOTE)
+    return name if name is not None and re.fullmatch(r"[0-9a-f]{32}", name) else None
 
 
 def root(name: str, folder: Path | str | None) -> Path:
@@ -55,7 +55,7 @@ def make(run_dir: str, folder: str | None) -> Path:
     found = root_of(run_dir, folder)
     if found is None:
         name = secrets.token_hex(16)
-        (Path(run_dir) / NOTE).write_text(name)
+        files.write_name(run_dir, NOTE, name)
         found = root(name, folder)
     make_room(found)
     return found

@@ -7,13 +7,11 @@ is missing into it; from then on it is a checkpoint in memory like any other.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,46 +39,76 @@ class Peers:
 
     def __init__(self, peers: Sequence[str], run: str, folder: str | None, host: int) -> None:
         self._run = run
-        own = memory.sign(folder, make=False)
+        own = {memory.sign(one, make=False) for one in (folder, None)} - {""}
         signs = {peer: one["sign"] for peer in peers if (one := _listed(peer, run)) is not None}
-        at = next((number for number, peer in enumerate(peers) if own and signs.get(peer) == own), None)
-        begin = host % len(peers) if at is None else at + 1
-        self.others = [peer for peer in (*peers[begin:], *peers[:begin]) if not own or signs.get(peer) != own]
+        at = next((number for number, peer in enumerate(peers) if signs.get(peer) in own), None)
+        begin = (host if at is None else at) + 1
+        begin %= len(peers)
+        self.others = [peer for peer in (*peers[begin:], *peers[:begin]) if signs.get(peer) not in own]
         """Keepers of other hosts, the one to be asked first in front."""
         self._all = list(peers)
 
-    def send(self, path: Path, group: dist.ProcessGroup | None) -> None:
+    def send(self, path: Path, group: dist.ProcessGroup | None) -> bool:
         """Copy a complete checkpoint; what fails is told, and training goes on. Collective over all ranks.
 
         Args:
             path: in this host's memory.
             group: of the calling thread.
+
+        Returns:
+            On all ranks whether it is whole with the peers, so that an older one may go.
         """
-        mark = gather(files.unsealed(path / files.META) if ranks()[0] == 0 else None, group)[0]
+        mark = gather(self._mark(path) if ranks()[0] == 0 else None, group)[0]
+        if mark is None:
+            return False
         step = {"run": self._run, "step": path.name, "clock": mark["clock"]}
         sent = gather(self._send_own(path, step), group)
-        if ranks()[0] != 0:
-            return
+        return bool(gather(self._commit(path, step, sent) if ranks()[0] == 0 else False, group)[0])
+
+    def _mark(self, path: Path) -> dict[str, Any] | None:
+        try:
+            return files.unsealed(path / files.META)
+        except (OSError, ValueError) as error:
+            log.warning("%s isn't with a peer: its mark can't be read (%s).", path.name, error)
+            return None
+
+    def _commit(self, path: Path, step: Mapping[str, Any], sent: Sequence[str]) -> bool:
+        """On rank 0: let all keepers take the checkpoint for complete, and then, if it is, forget older ones."""
         failed = {rank: text for rank, text in enumerate(sent) if text.startswith("!")}
         if failed:
-            log.warning(
-                "%s isn't with a peer: %s.", path.name, "; ".join(f"rank {r}: {t[1:]}" for r, t in failed.items())
-            )
-            return
-        texts = {name: (path / name).read_text() for name in (files.INDEX, files.STATE, files.META)}
-        for peer in self._all:
-            try:
-                with wire.connected(peer) as connection:
-                    wire.ask(connection, peer, do="commit", **step, texts=texts)
-            except wire.PeerError as error:
-                log.warning("%s isn't complete with a peer: %s.", path.name, error)
+            told = "; ".join(f"rank {rank}: {text[1:]}" for rank, text in failed.items())
+            log.warning("%s isn't with a peer: %s.", path.name, told)
+            return False
+        try:
+            texts = {name: (path / name).read_text() for name in (files.INDEX, files.STATE, files.META)}
+        except OSError as error:
+            log.warning("%s isn't with a peer: %s.", path.name, error)
+            return False
+        have = {peer for peer in self._all if self._told(peer, path, do="commit", **step, texts=texts)}
+        if not have >= {peer for peer in sent if peer}:
+            return False
+        for peer in have:
+            self._told(peer, path, do="settle", **step)
+        return True
+
+    def _told(self, peer: str, path: Path, **message: Any) -> bool:
+        try:
+            with wire.connected(peer) as connection:
+                wire.ask(connection, peer, **message)
+        except wire.PeerError as error:
+            log.warning("%s isn't complete with a peer: %s.", path.name, error)
+            return False
+        return True
 
     def _send_own(self, path: Path, step: Mapping[str, Any]) -> str:
         """Send this rank's file to the first other host's keeper that takes it; return which, or ! and why none did."""
         name = file_name(ranks()[0])
-        if not (path / name).is_file():
-            return ""
-        size = (path / name).stat().st_size
+        try:
+            size = (path / name).stat().st_size
+        except FileNotFoundError:
+            return ""  # this rank had nothing to write
+        except OSError as error:
+            return f"!{error}"
         refusals = []
         for peer in self.others:
             try:
@@ -170,16 +198,21 @@ def fetch(found: Found, run: str, root: Path) -> Path:
     """
     memory.make_room(root)
     final = files.folder_of(root) / found.name
-    with _alone(root):
+    final.parent.mkdir(exist_ok=True)
+    with files.alone(root):
+        if (final / files.DAMAGE).exists():  # what is here is, so the peer's own is taken
+            final = final.with_name(f"{found.name}-fetched")
         if files.is_complete(final):
             return final
+        if (final / files.DAMAGE).exists():
+            files.read_mark(final)  # raises: the peer's is, too
         coming = final.with_name(f".{found.name}.fetched.tmp")
         if coming.exists():
             shutil.rmtree(coming)
         coming.mkdir(parents=True)
         for file in (*found.mark["files"], files.META):
             if file not in found.at:
-                os.link(final / file, coming / file)
+                os.link(final.with_name(found.name) / file, coming / file)
         by_peer: dict[str, list[str]] = {}
         for file, peer in found.at.items():
             by_peer.setdefault(peer, []).append(file)
@@ -196,14 +229,6 @@ def _fetch(peer: str, names: Sequence[str], step: str, run: str, into: Path) -> 
         for name in names:
             answer = wire.ask(connection, peer, do="get", run=run, step=step, file=name)
             wire.receive_file(connection, into / name, int(answer["size"]))
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Keep other processes of this host out of a run's folder in memory."""
-    with (root / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def check(peers: Sequence[str]) -> str | None:

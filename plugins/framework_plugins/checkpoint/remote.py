@@ -12,7 +12,6 @@ finds the newest good state from the URL alone: `ckpt_path=URL`, `python -m fram
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import logging
 import re
@@ -84,12 +83,9 @@ def entries(url: str) -> dict[str, dict[str, Any]]:
     folder = f"{root}/{CATALOGUE}"
 
     def read() -> dict[str, dict[str, Any]]:
-        system.invalidate_cache()
-        if not system.exists(folder):
-            return {}
         found = {}
-        for path in sorted(system.ls(folder, detail=False)):
-            name = str(path).rpartition("/")[2].removesuffix(".json")
+        for file in _names(system, folder):
+            path, name = f"{folder}/{file}", file.removesuffix(".json")
             if not NAME.fullmatch(name):
                 continue
             try:
@@ -102,11 +98,20 @@ def entries(url: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _names(system: Any, folder: str) -> list[str]:
+    """Return the names in a folder of the storage, in order; none if there is no such folder."""
+    system.invalidate_cache()
+    try:
+        found = system.ls(folder, detail=False)
+    except FileNotFoundError:
+        return []
+    return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
+
+
 def name_of(run_dir: str) -> str | None:
     """Return a run's name in the catalogue, None if it has none."""
-    note = Path(run_dir) / NOTE
-    name = note.read_text().strip() if note.is_file() else ""
-    return name if NAME.fullmatch(name) else None
+    name = files.read_name(run_dir, NOTE)
+    return name if name is not None and NAME.fullmatch(name) else None
 
 
 class Remote:
@@ -125,7 +130,7 @@ class Remote:
         if name is None:
             plain = re.sub(r"[^A-Za-z0-9._-]", "-", Path(plan.run_dir).name)[:80] or "run"
             name = f"{plain}-{secrets.token_hex(4)}"
-            (Path(plan.run_dir) / NOTE).write_text(f"{name}\n")
+            files.write_name(plan.run_dir, NOTE, name)
         self.name = name
         known = entries(url).get(name, {})
         self._entry: dict[str, Any] = {
@@ -134,10 +139,9 @@ class Remote:
             "run_id": plan.run_id,
             "mesh": str(plan.mesh),
             "began_from": known.get("began_from", plan.ckpt_path),
-            "checkpoints": known.get("checkpoints", []),
+            "checkpoints": self._stored(),
         }
         self._note(self._entry["checkpoints"])  # what can't be written to is known now, not at the first save
-        self._sweep()
         self._next: Path | None = None
         self._now: Path | None = None
         self._wake = threading.Condition()
@@ -161,7 +165,8 @@ class Remote:
     @property
     def needed(self) -> set[Path]:
         """Checkpoints that mustn't be deleted yet: the one that is being copied, and the next one."""
-        return {path for path in (self._now, self._next) if path is not None}
+        with self._wake:
+            return {path for path in (self._now, self._next) if path is not None}
 
     def close(self) -> None:
         """End the thread; what it is copying isn't waited for."""
@@ -182,7 +187,7 @@ class Remote:
                 began = time.perf_counter()
                 self._copy(path)
                 log.info("%s is in %s/%s after %.2f s.", path.name, self.url, self.name, time.perf_counter() - began)
-            except CheckpointError as error:
+            except Exception as error:  # whatever it is: the thread is needed for the next one
                 log.warning("%s isn't in %s: %s. Training goes on.", path.name, self.url, error)
             finally:
                 self._now = None
@@ -190,7 +195,8 @@ class Remote:
     def _copy(self, path: Path) -> None:
         """Copy the files, the mark last; then the catalogue, then forget old ones."""
         try:
-            mark, content = files.read_mark(path), (path / files.META).read_bytes()
+            files.read_mark(path)
+            content = (path / files.META).read_bytes()
         except (CheckpointError, OSError) as error:
             raise RemoteError(f"it is gone or damaged ({error})") from error
         names = [file.name for file in sorted(path.iterdir()) if FILE_NAME.fullmatch(file.name)]
@@ -207,9 +213,8 @@ class Remote:
             self._system.pipe_file(f"{there}/{files.META}", content)
 
         _tried(f"Writing {self.url}", put)
-        size = sum(file.stat().st_size for file in path.iterdir())
-        row = {"name": path.name, "step": mark.step, "life": mark.life, "saved": mark.saved, "bytes": size}
-        rows = [one for one in self._entry["checkpoints"] if one["name"] != path.name] + [row]
+        rows = [one for one in self._entry["checkpoints"] if one["name"] != path.name]
+        rows.append(_row(path.name, files.unsealed_bytes(content)))
         kept, dropped = rows[-self.keep :], rows[: -self.keep]
         self._note(kept)
         for old in dropped:
@@ -219,18 +224,28 @@ class Remote:
         there = f"{self._root}/{self.name}/{name}"
         _tried(f"Removing {name} from {self.url}", lambda: self._system.rm(there, recursive=True))
 
-    def _sweep(self) -> None:
-        """Remove what a kill left of copies that never were complete."""
-        folder, known = f"{self._root}/{self.name}", {row["name"] for row in self._entry["checkpoints"]}
+    def _stored(self) -> list[dict[str, Any]]:
+        """Return what the storage really has of this run, the oldest first; remove what a kill left half copied."""
+        folder = f"{self._root}/{self.name}"
 
-        def list_them() -> list[str]:
-            self._system.invalidate_cache()
-            found = self._system.ls(folder, detail=False) if self._system.exists(folder) else []
-            return [str(path).rpartition("/")[2] for path in found]
+        def read() -> dict[str, bytes | None]:
+            found: dict[str, bytes | None] = {}
+            for name in _names(self._system, folder):
+                if STEP_NAME.fullmatch(name):
+                    marked = files.META in _names(self._system, f"{folder}/{name}")
+                    found[name] = self._system.cat_file(f"{folder}/{name}/{files.META}") if marked else None
+            return found
 
-        for name in _tried(f"Reading {self.url}", list_them):
-            if STEP_NAME.fullmatch(name) and name not in known:
+        rows = []
+        for name, content in _tried(f"Reading {self.url}", read).items():
+            if content is None:  # the mark is written last
                 self._remove(name)
+                continue
+            try:
+                rows.append(_row(name, files.unsealed_bytes(content)))
+            except (ValueError, KeyError, TypeError) as error:
+                log.warning("%s/%s/%s is left alone: its mark can't be read (%s).", self.url, self.name, name, error)
+        return sorted(rows, key=lambda row: (row["life"], row["step"]))
 
     def _forget(self, name: str) -> None:
         self._note([one for one in self._entry["checkpoints"] if one["name"] != name])
@@ -245,6 +260,13 @@ class Remote:
             self._system.pipe_file(at, content)
 
         _tried(f"Writing the catalogue of {self.url}", write)
+
+
+def _row(name: str, mark: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the catalogue says of a checkpoint."""
+    life = int((mark.get("clock") or {"life": 0})["life"])
+    size = sum(mark["files"].values())
+    return {"name": name, "step": int(mark["step"]), "life": life, "saved": float(mark["saved"]), "bytes": size}
 
 
 def newest(url: str, name: str) -> list[dict[str, Any]]:
@@ -264,25 +286,26 @@ def fetch(url: str, run: str, step: str, run_dir: str) -> Path:
     system, root = _open(url)
     final = files.folder_of(Path(run_dir) / FOLDER / run) / step
     final.parent.mkdir(parents=True, exist_ok=True)
-    with (final.parent / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with files.alone(final.parent):
         if files.is_complete(final):
             return final
-        coming = final.with_name(f".{step}.fetched.tmp")
-        if coming.exists():
-            shutil.rmtree(coming)
+        if (final / files.DAMAGE).exists():
+            files.read_mark(final)  # raises: what lies there was fetched before, and is damaged
+        coming = final.with_name(f".{step}.{secrets.token_hex(4)}.tmp")
         coming.mkdir()
 
         def get() -> None:
-            system.invalidate_cache()
-            names = [str(path).rpartition("/")[2] for path in system.ls(f"{root}/{run}/{step}", detail=False)]
-            names = [name for name in names if FILE_NAME.fullmatch(name)]
+            names = [name for name in _names(system, f"{root}/{run}/{step}") if FILE_NAME.fullmatch(name)]
             system.get([f"{root}/{run}/{step}/{name}" for name in names], [str(coming / name) for name in names])
 
-        _tried(f"Reading {url}/{run}/{step}", get)
-        files.read_mark(coming)
-        files.remove(final)
-        coming.rename(final)
+        try:
+            _tried(f"Reading {url}/{run}/{step}", get)
+            files.read_mark(coming)
+            if not files.is_complete(final):  # a file system without locks: another one may have been faster
+                files.remove(final)
+                coming.rename(final)
+        finally:
+            shutil.rmtree(coming, ignore_errors=True)
     return final
 
 

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -161,8 +162,8 @@ class ShardedStore:
 
         def prepare() -> None:
             if first:
-                if temporary.exists():
-                    shutil.rmtree(temporary)
+                for left in final.parent.glob(f".{escape(final.name)}.*tmp"):  # of saves that were killed
+                    shutil.rmtree(left, ignore_errors=True)
                 temporary.mkdir(parents=True)
 
         def describe() -> tuple[dict[str, bytes], dict[str, Any]] | None:
