@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -22,6 +23,16 @@ def pool() -> Iterator[WorkerPool]:
     """Processes with gloo; `pool.run(fn, world_size, *args)` gives the results by rank."""
     with WorkerPool() as workers:
         yield workers
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A test that leaves one in pytest's own process would fail an innocent one later."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("a process group is left in pytest's own process: run it in `pool.run(..., process_group=False)`")
 
 
 @pytest.fixture(scope="session", autouse=True)

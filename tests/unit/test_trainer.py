@@ -86,24 +86,30 @@ class Ended(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_lives_as_long_as_the_run(tmp_path: Any) -> None:
+class Collecting(LightningModule):
+    """Its steps let go of whatever nobody holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        gc.collect()
+        return self.linear(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Ended(self.parameters(), lr=0.1)
+
+
+def steps_of_ended(run_dir: str) -> int:
+    trained = Trainer(make_plan(1, run_dir=run_dir, trainer={"max_steps": 2}))
+    trained.fit(Collecting(), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=1))
+    return Ended.steps
+
+
+def test_an_optimizer_lives_as_long_as_the_run(pool: Any, tmp_path: Any) -> None:
     """Lightning's wrapper is of a class derived from the optimizer's: thrown away, it would end the optimizer."""
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            gc.collect()
-            return self.linear(batch).sum()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return Ended(self.parameters(), lr=0.1)
-
-    trained = Trainer(make_plan(1, run_dir=str(tmp_path), trainer={"max_steps": 2}))
-    trained.fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=1))
-    assert Ended.steps == 2
+    assert pool.run(steps_of_ended, 1, str(tmp_path), process_group=False) == [2]
 
 
 def test_a_copy_of_the_strategy_wraps_its_optimizers_anew(tmp_path: Any) -> None:
