@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -42,9 +42,6 @@ __all__ = [
     "load_module_state",
     "save_checkpoint",
 ]
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 

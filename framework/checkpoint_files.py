@@ -100,7 +100,7 @@ def read_name(run_dir: str | os.PathLike[str], note: str) -> str | None:
 
 def write_name(run_dir: str | os.PathLike[str], note: str, name: str) -> None:
     """Note a name that a run has elsewhere."""
-    (Path(run_dir) / note).write_text(f"{name} {Path(run_dir).stat().st_ino}\n")
+    write_bytes(Path(run_dir) / note, f"{name} {Path(run_dir).stat().st_ino}\n".encode())
 
 
 @contextmanager
@@ -298,7 +298,7 @@ def read_mark(path: str | os.PathLike[str]) -> Mark:
         mark = unsealed_bytes(content)
         step, saves, files = int(mark["step"]), int(mark["saves"]), dict(mark["files"])
         hashes = dict(mark.get("hashes", {}))
-        life = int((mark.get("clock") or {"life": 0})["life"])
+        life = life_of(mark)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a complete checkpoint: its commit mark {META} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -312,6 +312,11 @@ def read_mark(path: str | os.PathLike[str]) -> Mark:
         if hashlib.sha256(content).hexdigest() != expected:
             raise DamagedError(f"{path} is damaged: the bytes of {name} aren't those that were written")
     return Mark(path, step, saves, *_score(path), float(mark.get("saved", 0.0)), life)
+
+
+def life_of(mark: Mapping[str, Any]) -> int:
+    """Return the life of the run that a commit mark's state is of; 0 = nobody counted."""
+    return int((mark.get("clock") or {"life": 0})["life"])
 
 
 def _check_sizes(path: Path, files: Mapping[str, int]) -> None:

@@ -54,7 +54,7 @@ def _command(words: list[str]) -> int:
 
         return ledger(words)
     own = _locate(name)
-    if getattr(own, "words", False):
+    if getattr(own, "takes_words", False):
         return int(own(words) or EXIT_OK)
     if "--help" in words or "-h" in words or name == "help":
         from framework.guide import help_page

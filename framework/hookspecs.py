@@ -54,6 +54,12 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
+def takes_words(command: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Decorate the function of a command that reads its words itself; see `PackageSpecs.commands`."""
+    command.__dict__["takes_words"] = True
+    return command
+
+
 class PackageSpecs:
     """Hooks of a package plugin: a module behind an entry point of group `framework.plugins`; it imports no torch."""
 
@@ -75,7 +81,7 @@ class PackageSpecs:
     def commands(self) -> Mapping[str, str]:
         """Commands that the package adds: name -> `module:function`, called with the composed `RunPlan`.
 
-        A function with an attribute `words = True` is called with the words after the name; nothing is composed.
+        A function under `takes_words` is called with the words after the name instead; nothing is composed.
         """
         raise AssertionError("a specification")
 

@@ -358,9 +358,8 @@ def _first_start(plan: RunPlan, manager: pluggy.PluginManager) -> str | None:
 
 def _begun(plan: RunPlan, start: str | None, first: str | None) -> RunPlan:
     """Return the plan of an attempt that starts at `start`; `first` is where the run began, None = afresh."""
-    best = best_complete(plan.run_dir) if plan.ckpt_path == "best" else None
-    asked = start == plan.ckpt_path or (best is not None and start == best.path)
-    asked |= "://" in (plan.ckpt_path or "") and start == first
+    named = plan.ckpt_path is not None and (plan.ckpt_path == "best" or "://" in plan.ckpt_path)
+    asked = start == plan.ckpt_path or (named and start == first)
     return plan.with_(ckpt_path=start, fall_back=start is not None and not asked)
 
 

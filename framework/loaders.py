@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -358,33 +359,24 @@ def _iterate(
         return make()
     if shared:
         return _continued(make, counter.derive("stream", *key))
-    return _seeded(make(), key, first) if where.train else _apart(make(), key, first)
+    return _seeded(make(), key, first, seeded if where.train else random_numbers)
 
 
-def _seeded(rows: Iterator[Any], key: tuple[int | str, ...], number: int) -> Generator[Any, None, None]:
-    """Yield training batches of a map-style dataset, each read under random numbers of its own, in this process.
+def _seeded(
+    rows: Iterator[Any], key: tuple[int | str, ...], number: int, around: Callable[[int], AbstractContextManager[None]]
+) -> Generator[Any, None, None]:
+    """Yield batches of a map-style dataset, each read under random numbers of its own, in this process.
 
-    Ranks of one data rank read the same batch, whatever else each of them has drawn (dropout, say). The numbers aren't
-    put back: each step seeds its own.
+    Ranks of one data rank read the same batch, whatever else each of them has drawn (dropout, say).
 
     Args:
         rows: the batches.
         key: of the iteration.
         number: of the first batch.
+        around: seeds the generators, and may put them back.
     """
     while True:
-        seed(counter.derive("batch", *key, number))
-        row = next(rows, _END)
-        if row is _END:
-            return
-        yield row
-        number += 1
-
-
-def _apart(rows: Iterator[Any], key: tuple[int | str, ...], number: int) -> Generator[Any, None, None]:
-    """Yield batches of evaluation as `_seeded` does, and leave the process's random numbers alone."""
-    while True:
-        with random_numbers(counter.derive("batch", *key, number)):
+        with around(counter.derive("batch", *key, number)):
             row = next(rows, _END)
         if row is _END:
             return
@@ -408,3 +400,9 @@ def _continued(make: Callable[[], Iterator[Any]], key: int) -> Generator[Any, No
         if row is _END:
             return
         yield row
+
+
+def seeded(key: int) -> AbstractContextManager[None]:
+    """Seed Python's, NumPy's and torch's CPU generators; enough in training, where each step seeds its own."""
+    seed(key)
+    return nullcontext()

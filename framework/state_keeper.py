@@ -118,8 +118,10 @@ class StateKeeper:
         On each host one rank looks: in its memory there may be others than in that of its neighbour.
         """
         speaks = ranks()[0] % self.strategy.plan.local_world_size == 0
-        if speaks:
-            mark_damaged(path, str(damage))
+
+        def mark() -> None:
+            if speaks:
+                mark_damaged(path, str(damage))
 
         def choose() -> str:
             if not speaks:
@@ -132,7 +134,7 @@ class StateKeeper:
                 raise CheckpointError(f"{damage}; there is no other checkpoint in {plan.run_dir}.")
             return left.path
 
-        gather(None)  # all hosts have marked it before any looks
+        together(f"Loading {path}", mark, CheckpointError)  # all hosts have marked it before any looks
         found = {one for one in gather(together(f"Loading {path}", choose, CheckpointError)) if one}
         if len(found) > 1:
             raise CheckpointError(f"{damage}; hosts find different ones instead: {', '.join(sorted(found))}")

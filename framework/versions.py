@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint_files import CheckpointError, folder_of, marks
+from framework.checkpoint_files import CheckpointError, folder_of, marks, write_bytes
 
 LIVES = "lives"
 """File in a run's folder: how often the run was started, by commands and restarts."""
@@ -64,9 +64,7 @@ def begin(run_dir: str | Path) -> int:
     text = file.read_text().strip() if file.is_file() else ""
     known = [mark.life for mark in marks(folder_of(run_dir))[0]]  # the file may be lost, or of a copied folder
     life = 1 + max(int(text) if text.isdecimal() else 0, *known, 0)
-    temporary = file.with_name(f".{LIVES}.tmp")
-    temporary.write_text(f"{life}\n")
-    temporary.replace(file)
+    write_bytes(file, f"{life}\n".encode())
     return life
 
 

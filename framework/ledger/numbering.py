@@ -13,6 +13,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -123,11 +124,9 @@ class Collate:
     def __call__(self, rows: Together | list[tuple[int, Any]]) -> Numbered:
         if not isinstance(rows, Together):
             rows = Together([row[0] for row in rows], [row[1] for row in rows])
-        if self.key is None:
+        key = None if self.key is None else counter.derive("collate", *self.key, rows.numbers[0])
+        with nullcontext() if key is None else random_numbers(key):
             batch = self.user(rows.samples)
-        else:
-            with random_numbers(counter.derive("collate", *self.key, rows.numbers[0])):
-                batch = self.user(rows.samples)
         return Numbered(array("q", rows.numbers).tobytes(), batch)
 
 

@@ -23,5 +23,5 @@ def commands() -> Mapping[str, str]:
     return {
         "deepspeed_config": "framework_plugins.strategy.deepspeed_config:show",
         "keep": "framework_plugins.checkpoint.keeper:main",
-        "catalogue": "framework_plugins.checkpoint.remote:main",
+        "catalogue": "framework_plugins.checkpoint.catalogue:main",
     }

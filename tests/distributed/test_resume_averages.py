@@ -16,9 +16,10 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from mixes import FSDP, SP_LP, Mix
-from parity import SHAPE, SmallGpt, samples
+from parity import SHAPE, samples
 from plans import make_plan, option
-from resuming import Matrix, scheduled
+from resuming import Matrix
+from test_resume_matrix import on_meta
 from torch import Tensor, nn
 from user_modules import Mlp, gathered, loader, regression
 
@@ -54,18 +55,6 @@ class Left(Callback):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         found = gathered(trainer.strategy.named_parameters())
         self.found = {f"average of {name}": tensor for name, tensor in found.items()}
-
-
-class Scheduled(SmallGpt):
-    """Its learning rate falls with each step."""
-
-    def configure_optimizers(self) -> Any:
-        return scheduled(super().configure_optimizers())
-
-
-def on_meta() -> Scheduled:
-    with torch.device("meta"):
-        return Scheduled(**SHAPE)
 
 
 def with_ema() -> Sequence[Callback]:

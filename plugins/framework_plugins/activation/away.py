@@ -19,7 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from framework.adapters import torch_memory
 from framework.adapters.torch_private import tree_leaves
 from framework.errors import FrameworkError
+from framework.precision import local
 from framework_plugins.activation.recompute import unbound
+from framework_plugins.activation.storages import storage_of
 
 
 class OffloadError(FrameworkError):
@@ -144,14 +146,14 @@ class _Call:
     def __init__(self, tier: Tier, min_bytes: int, stays: Iterable[Tensor], inputs: Collection[Any]) -> None:
         self.tier, self.min_bytes, self.inputs = tier, min_bytes, inputs
         # references are held, so that no address is used twice
-        self.stays = {one.cdata: one for one in map(_storage, stays)}
+        self.stays = {one.cdata: one for one in map(storage_of, stays)}
         self.done: dict[tuple[int, int], tuple[StorageWeakRef, Tensor]] = {}
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd keeps in place of `tensor`."""
-        piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        reference = _storage(piece)
+        piece = local(tensor)
+        reference = storage_of(piece)
         size = piece.untyped_storage().nbytes()
         movable = type(piece) is Tensor and self.tier.takes(piece.device) and size >= max(1, self.min_bytes)
         if not movable or reference.cdata in self.stays or torch_memory.is_weight(tensor, self.inputs):
@@ -176,9 +178,3 @@ class _Call:
     def unpack(packed: Any) -> Tensor:
         """Return what `pack` was given."""
         return packed.back() if isinstance(packed, Away) else packed
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    with torch.no_grad():
-        piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return StorageWeakRef(piece.untyped_storage())  # type: ignore[no-untyped-call]

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from framework.adapters import torch_memory
 from framework.adapters.torch_private import tree_leaves
+from framework_plugins.activation.selective import dropped, operator_name
+from framework_plugins.activation.storages import held, storage_of
 
 Call = tuple[str, int]
 """An operator's name, and how many of the block's calls of it came before."""
@@ -106,7 +107,7 @@ class _Watch:
         leaves = [leaf for leaf in tree_leaves(list(given)) if isinstance(leaf, Tensor)]
         self.device = leaves[0].device if leaves else torch.device("cpu")
         # references to storages are held, so that no address is used twice
-        self.known = {one.cdata: one for one in map(_storage, [*leaves, *block.parameters(), *block.buffers()])}
+        self.known = {one.cdata: one for one in map(storage_of, [*leaves, *block.parameters(), *block.buffers()])}
         self.costs: dict[int, tuple[int, Cost]] = {}
         self.sent: list[Cost] = []
         self.kept: dict[int, int] = {}
@@ -117,10 +118,10 @@ class _Watch:
 
     def save(self, tensor: Tensor) -> None:
         """See a tensor that autograd would keep; here it needn't."""
-        reference = _storage(tensor)
+        reference = storage_of(tensor)
         self.known[reference.cdata] = reference
         if reference.cdata not in self._inputs:
-            self.kept[reference.cdata] = _local(tensor).untyped_storage().nbytes()
+            self.kept[reference.cdata] = held(tensor).untyped_storage().nbytes()
         self.needed = sum(self.calls.values())
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -129,15 +130,15 @@ class _Watch:
         cost = Cost((name, self.calls[name]), 0, 0.0)
         self.calls[name] += 1
         for target in torch_memory.written(operator, args, kwargs):
-            self.costs.pop(_storage(target).cdata, None)
+            self.costs.pop(storage_of(target).cdata, None)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self.crosses |= sends(name) or any(isinstance(result, DTensor) for result in results)
-        references = [_storage(result) for result in results if result.numel()]
+        references = [storage_of(result) for result in results if result.numel()]
         new = references and not any(reference.cdata in self.known for reference in references)
         self.known.update({reference.cdata: reference for reference in references})
         if not new or draws(operator, args, kwargs):
             return
-        size = sum(_local(result).untyped_storage().nbytes() for result in results)
+        size = sum(held(result).untyped_storage().nbytes() for result in results)
         cost = Cost(cost.call, size, flops(operator, args, kwargs, out))
         if sends(name):
             self.sent.append(cost)
@@ -165,20 +166,6 @@ def _unchanged(block: nn.Module, device: torch.device) -> Iterator[None]:
             buffer.copy_(values)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(_local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def operator_name(operator: Any) -> str:
-    """Return `aten::mm` for `aten.mm.default`."""
-    return str(operator.name()).partition(".")[0]
-
-
 def sends(name: str) -> bool:
     """Whether an operator talks to other ranks."""
     return name.partition("::")[0] in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -186,10 +173,9 @@ def sends(name: str) -> bool:
 
 def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator draws random numbers: if it didn't in the recomputation, those after it would be others."""
-    names = [argument.name for argument in operator._schema.arguments]
-    if "dropout_p" in names:
-        position = names.index("dropout_p")
-        return bool(kwargs.get("dropout_p", args[position] if position < len(args) else 0.0))
+    share = dropped(operator, args, kwargs)
+    if share is not None:
+        return share > 0
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 

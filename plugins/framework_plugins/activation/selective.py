@@ -112,16 +112,21 @@ def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
-    name = operator.name().partition(".")[0]
-    if name in KEPT and not _dropout(operator, args, kwargs):
+    if operator_name(operator) in KEPT and not dropped(operator, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def operator_name(operator: Any) -> str:
+    """Return `aten::mm` for `aten.mm.default`."""
+    return str(operator.name()).partition(".")[0]
+
+
+def dropped(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Return the share that a call of an operator drops by its own argument; None if it has no such argument."""
     position = _dropout_position(operator)
     if position is None:
-        return 0.0
+        return None
     return float(kwargs.get("dropout_p", args[position] if position < len(args) else 0.0))
 
 

@@ -127,8 +127,7 @@ class DCP:
         from framework_plugins.checkpoint import peers
 
         wrong = peers.check(self.peers)
-        typed = f"checkpoint.peers={self.peers}"
-        unreachable = [] if wrong is None else [Problem(typed, wrong, "checkpoint.peers=[host:29600]")]
+        unreachable = [] if wrong is None else [Problem(f"checkpoint.peers={self.peers}", *wrong)]
         return unreachable + [
             Problem(f"checkpoint.{name}={getattr(self, name)}", reason, fix)
             for name, good, reason, fix in rules

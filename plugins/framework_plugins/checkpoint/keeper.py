@@ -21,6 +21,7 @@ from framework import checkpoint_files as files
 from framework.checkpoint_files import CheckpointError
 from framework.errors import EXIT_OK, UsageError
 from framework.guide import PROGRAM
+from framework.hookspecs import takes_words
 from framework.versions import Clock
 from framework_plugins.checkpoint import memory, wire
 
@@ -113,7 +114,8 @@ class Keeper:
                 " complete here, and states of different versions aren't mixed"
             )
         for left in coming.parent.glob(".step-*.tmp"):  # of a save that was given up: one is in flight at a time
-            if left.name.endswith(f".{clock.life}.tmp") and left != coming:
+            life = left.name.split(".")[2]
+            if left != coming and life.isdecimal() and int(life) <= clock.life:
                 shutil.rmtree(left, ignore_errors=True)
         coming.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
@@ -151,10 +153,6 @@ class Keeper:
             for name, other in clocks(at.parent).items():
                 if other.before(clock):
                     files.remove(at.with_name(name))
-            for left in at.parent.glob(".step-*.tmp"):
-                life = left.name.split(".")[2]
-                if life.isdecimal() and int(life) < clock.life:
-                    shutil.rmtree(left, ignore_errors=True)
         return {}
 
 
@@ -191,6 +189,7 @@ def listed(root: Path) -> dict[str, Any]:
     return found
 
 
+@takes_words
 def main(words: Sequence[str]) -> int:
     """Run a keeper until it is ended.
 
@@ -219,6 +218,3 @@ def main(words: Sequence[str]) -> int:
         )
         keeper.serve(listening)
     return EXIT_OK
-
-
-main.words = True  # type: ignore[attr-defined]

@@ -42,8 +42,7 @@ class Peers:
         own = {memory.sign(one, make=False) for one in (folder, None)} - {""}
         signs = {peer: one["sign"] for peer in peers if (one := _listed(peer, run)) is not None}
         at = next((number for number, peer in enumerate(peers) if signs.get(peer) in own), None)
-        begin = (host if at is None else at) + 1
-        begin %= len(peers)
+        begin = ((host if at is None else at) + 1) % len(peers)
         self.others = [peer for peer in (*peers[begin:], *peers[:begin]) if signs.get(peer) not in own]
         """Keepers of other hosts, the one to be asked first in front."""
         self._all = list(peers)
@@ -84,20 +83,12 @@ class Peers:
         except OSError as error:
             log.warning("%s isn't with a peer: %s.", path.name, error)
             return False
-        have = {peer for peer in self._all if self._told(peer, path, do="commit", **step, texts=texts)}
+        incomplete = f"{path.name} isn't complete with a peer"
+        have = {peer for peer in self._all if _asked(peer, incomplete, do="commit", **step, texts=texts) is not None}
         if not have >= {peer for peer in sent if peer}:
             return False
         for peer in have:
-            self._told(peer, path, do="settle", **step)
-        return True
-
-    def _told(self, peer: str, path: Path, **message: Any) -> bool:
-        try:
-            with wire.connected(peer) as connection:
-                wire.ask(connection, peer, **message)
-        except wire.PeerError as error:
-            log.warning("%s isn't complete with a peer: %s.", path.name, error)
-            return False
+            _asked(peer, incomplete, do="settle", **step)
         return True
 
     def _send_own(self, path: Path, step: Mapping[str, Any]) -> str:
@@ -115,8 +106,7 @@ class Peers:
                 with wire.connected(peer) as connection:
                     wire.ask(connection, peer, do="put", **step, file=name, size=size)
                     wire.send_file(connection, path / name, size)
-                    if "refused" in (answer := wire.hear(connection)):
-                        raise wire.PeerError(f"the keeper at {peer} refused: {answer['refused']}")
+                    wire.answer_of(connection, peer)
             except wire.PeerError as error:
                 refusals.append(str(error))
             else:
@@ -126,21 +116,21 @@ class Peers:
     def drop(self) -> None:
         """Let all keepers forget this run."""
         for peer in self._all:
-            try:
-                with wire.connected(peer) as connection:
-                    wire.ask(connection, peer, do="drop", run=self._run)
-            except wire.PeerError as error:
-                log.warning("Copies of this run may stay in memory: %s.", error)
+            _asked(peer, "Copies of this run may stay in memory", do="drop", run=self._run)
+
+
+def _asked(peer: str, otherwise: str, **message: Any) -> dict[str, Any] | None:
+    """Return a keeper's answer; None, with a warning that begins with `otherwise`, if there is none or it refuses."""
+    try:
+        with wire.connected(peer) as connection:
+            return wire.ask(connection, peer, **message)
+    except wire.PeerError as error:
+        log.warning("%s: %s.", otherwise, error)
+        return None
 
 
 def _listed(peer: str, run: str) -> dict[str, Any] | None:
-    """Return what a keeper has of a run; None, with a warning, if it doesn't answer."""
-    try:
-        with wire.connected(peer) as connection:
-            return wire.ask(connection, peer, do="list", run=run)
-    except wire.PeerError as error:
-        log.warning("No copies are looked for there: %s.", error)
-        return None
+    return _asked(peer, "No copies are looked for there", do="list", run=run)
 
 
 @dataclass(frozen=True)
@@ -231,13 +221,13 @@ def _fetch(peer: str, names: Sequence[str], step: str, run: str, into: Path) -> 
             wire.receive_file(connection, into / name, int(answer["size"]))
 
 
-def check(peers: Sequence[str]) -> str | None:
-    """Return what is wrong with the addresses, in words; None = nothing."""
+def check(peers: Sequence[str]) -> tuple[str, str] | None:
+    """Return what is wrong with the addresses or the key, and what to type instead; None = nothing."""
     for peer in peers:
         try:
             wire.address(peer)
         except ValueError as error:
-            return str(error)
-    if peers and len(os.environ.get(wire.KEY, "")) < 16:
-        return f"{wire.KEY} must hold the key of the keepers, at least 16 characters"
+            return str(error), "checkpoint.peers=[host:29600]"
+    if peers and (wrong := wire.key_problem()) is not None:
+        return wrong
     return None

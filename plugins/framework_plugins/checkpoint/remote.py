@@ -11,22 +11,19 @@ finds the newest good state from the URL alone: `ckpt_path=URL`, `python -m fram
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import re
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from framework import checkpoint_files as files
 from framework.checkpoint_files import CheckpointError
-from framework.errors import EXIT_OK, UsageError
-from framework.guide import PROGRAM
+from framework.errors import UsageError
 from framework.plan import Checkpoint, RunPlan
 from framework_plugins.checkpoint.wire import FILE_NAME, STEP_NAME
 
@@ -80,21 +77,32 @@ def entries(url: str) -> dict[str, dict[str, Any]]:
         RemoteError: it can't be read.
     """
     system, root = _open(url)
-    folder = f"{root}/{CATALOGUE}"
+    listed: list[str] = _tried(f"Reading the catalogue of {url}", lambda: _names(system, f"{root}/{CATALOGUE}"))
+    names = [file.removesuffix(".json") for file in listed]
+    found = {name: entry(url, name) for name in names if NAME.fullmatch(name)}
+    return {name: one for name, one in found.items() if one is not None}
 
-    def read() -> dict[str, dict[str, Any]]:
-        found = {}
-        for file in _names(system, folder):
-            path, name = f"{folder}/{file}", file.removesuffix(".json")
-            if not NAME.fullmatch(name):
-                continue
-            try:
-                found[name] = files.unsealed_bytes(system.cat_file(path))
-            except ValueError as error:
-                log.warning("%s is left out of the catalogue: %s.", path, error)
-        return found
 
-    found: dict[str, dict[str, Any]] = _tried(f"Reading the catalogue of {url}", read)
+def entry(url: str, run: str) -> dict[str, Any] | None:
+    """Return a run's entry of the catalogue; None if there is none that can be trusted.
+
+    Raises:
+        RemoteError: it can't be read.
+    """
+    system, root = _open(url)
+    path = f"{root}/{CATALOGUE}/{run}.json"
+
+    def read() -> dict[str, Any] | None:
+        system.invalidate_cache()
+        try:
+            return files.unsealed_bytes(system.cat_file(path))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            log.warning("%s is left out of the catalogue: %s.", path, error)
+            return None
+
+    found: dict[str, Any] | None = _tried(f"Reading the catalogue of {url}", read)
     return found
 
 
@@ -132,7 +140,7 @@ class Remote:
             name = f"{plain}-{secrets.token_hex(4)}"
             files.write_name(plan.run_dir, NOTE, name)
         self.name = name
-        known = entries(url).get(name, {})
+        known = entry(url, name) or {}
         self._entry: dict[str, Any] = {
             "format": 2,
             "run": name,
@@ -264,14 +272,18 @@ class Remote:
 
 def _row(name: str, mark: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the catalogue says of a checkpoint."""
-    life = int((mark.get("clock") or {"life": 0})["life"])
-    size = sum(mark["files"].values())
-    return {"name": name, "step": int(mark["step"]), "life": life, "saved": float(mark["saved"]), "bytes": size}
+    return {
+        "name": name,
+        "step": int(mark["step"]),
+        "life": files.life_of(mark),
+        "saved": float(mark["saved"]),
+        "bytes": sum(mark["files"].values()),
+    }
 
 
 def newest(url: str, name: str) -> list[dict[str, Any]]:
     """Return what the catalogue has of a run, the newest first: `name`, `step`, `life`, `saved`, `bytes`."""
-    rows = entries(url).get(name, {}).get("checkpoints", [])
+    rows = (entry(url, name) or {}).get("checkpoints", [])
     good = [row for row in rows if STEP_NAME.fullmatch(str(row.get("name")))]
     return sorted(good, key=lambda row: (int(row["life"]), int(row["step"])), reverse=True)
 
@@ -317,8 +329,8 @@ def find(url: str, run_dir: str) -> Checkpoint:
         RemoteError: it can't be read.
     """
     base, run, step = _parts(url)
-    known = {name for name, entry in entries(base).items() if entry["checkpoints"]}
     if run is None:
+        known = {name for name, one in entries(base).items() if one["checkpoints"]}
         if len(known) != 1:
             told = f"it holds several runs: {', '.join(sorted(known)[:10])}" if known else "it has no catalogue of runs"
             more = f"; type ckpt_path={base}/<run>" if known else ""
@@ -354,48 +366,3 @@ def _parts(url: str) -> tuple[str, str | None, str | None]:
         base, _, run = base.rpartition("/")
         return base, run, step
     return base, None, step
-
-
-def main(words: Sequence[str]) -> int:
-    """`python -m framework catalogue URL`: which runs and checkpoints lie there.
-
-    Args:
-        words: after the command's name.
-    """
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} catalogue", description=main.__doc__)
-    parser.add_argument("url", metavar="URL", help="what checkpoint.remote was set to, s3://bucket/folder")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    flags = parser.parse_args(list(words))
-    found = entries(flags.url)
-    if flags.json:
-        print(json.dumps(found, indent=1))
-        return EXIT_OK
-    _show(flags.url, found)
-    return EXIT_OK
-
-
-main.words = True  # type: ignore[attr-defined]
-
-
-def _show(url: str, found: Mapping[str, Mapping[str, Any]]) -> None:
-    from rich.table import Table
-
-    from framework.job import console
-
-    if not found:
-        console().print(f"{url} has no catalogue of runs.", markup=False)
-        return
-    table = Table("run", "mesh", "newest", "saved", "kept", "GB", title=url)
-    for name, entry in found.items():
-        rows = entry["checkpoints"]
-        last = rows[-1] if rows else None
-        table.add_row(
-            name,
-            str(entry["mesh"]),
-            "none" if last is None else f"step {last['step']}",
-            "" if last is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["saved"])),
-            str(len(rows)),
-            f"{sum(row['bytes'] for row in rows) / 1e9:.2f}",
-        )
-    console().print(table)
-    console().print(f"Go on from the newest one: ckpt_path={url.rstrip('/')}/<run>", markup=False)

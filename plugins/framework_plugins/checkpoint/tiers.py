@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from framework import checkpoint_files as files
 from framework.checkpoint_files import CheckpointError
@@ -28,7 +30,7 @@ class _Offer:
     step: int
     saved: float
     tier: str
-    take: Callable[[], str]
+    take: Callable[[], str | Path]
 
     @property
     def age(self) -> tuple[int, int, float]:
@@ -53,7 +55,7 @@ def newest(run_dir: str, settings: DCP) -> Checkpoint | None:
             log.warning("%s", error)
     for offer in sorted(offers, key=lambda one: one.age, reverse=True):  # stable: of equal ones the fastest tier's
         try:
-            path = offer.take()
+            path = str(offer.take())
         except CheckpointError as error:
             complaints.append(error)
             log.warning("The checkpoint of step %d in %s can't be had: %s.", offer.step, offer.tier, error)
@@ -64,10 +66,6 @@ def newest(run_dir: str, settings: DCP) -> Checkpoint | None:
     return None
 
 
-def _own(found: Checkpoint | None, tier: str) -> list[_Offer]:
-    return [] if found is None else [_Offer(found.life, found.step, found.saved, tier, lambda: found.path)]
-
-
 def _in_memory(run_dir: str, settings: DCP) -> list[_Offer]:
     root = memory.root_of(run_dir, settings.memory_dir)
     if root is None:
@@ -76,10 +74,7 @@ def _in_memory(run_dir: str, settings: DCP) -> list[_Offer]:
     if not settings.peers:  # with peers others may have what is missing here
         for error in damaged:
             log.warning("Checkpoint skipped: %s", error)
-    return [
-        _Offer(mark.life, mark.step, mark.saved, "memory", lambda path=mark.path: str(path))  # type: ignore[misc]
-        for mark in marks
-    ]
+    return [_Offer(mark.life, mark.step, mark.saved, "memory", partial(Path, mark.path)) for mark in marks]
 
 
 def _with_peers(run_dir: str, settings: DCP) -> list[_Offer]:
@@ -93,14 +88,15 @@ def _with_peers(run_dir: str, settings: DCP) -> list[_Offer]:
             int(one.mark["step"]),
             float(one.mark["saved"]),
             "peer",
-            lambda one=one: str(peers.fetch(one, run, root)),  # type: ignore[misc]
+            partial(peers.fetch, one, run, root),
         )
         for one in peers.look(settings.peers, run, root)
     ]
 
 
 def _on_disk(run_dir: str, settings: DCP) -> list[_Offer]:
-    return _own(files.newest_complete(run_dir), "disk")
+    found = files.newest_complete(run_dir)
+    return [] if found is None else [_Offer(found.life, found.step, found.saved, "disk", partial(Path, found.path))]
 
 
 def _far_away(run_dir: str, settings: DCP) -> list[_Offer]:
@@ -114,7 +110,7 @@ def _far_away(run_dir: str, settings: DCP) -> list[_Offer]:
             int(row["step"]),
             float(row["saved"]),
             "remote",
-            lambda row=row: str(remote.fetch(url, name, row["name"], run_dir)),  # type: ignore[misc]
+            partial(remote.fetch, url, name, row["name"], run_dir),
         )
         for row in remote.newest(url, name)
     ]

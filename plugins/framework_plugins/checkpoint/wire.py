@@ -23,6 +23,8 @@ from framework.errors import UsageError
 
 KEY = "FRAMEWORK_PEER_KEY"
 """Environment variable with the key, the same for keepers and runs."""
+SHORTEST = 16
+"""Characters of a key."""
 CONNECT_S = 3.0
 SILENCE_S = 30.0
 """A partner that neither sends nor takes anything for so long is taken for dead."""
@@ -38,13 +40,18 @@ class PeerError(CheckpointError):
 
 def key() -> bytes:
     """Return the key; UsageError without one."""
-    value = os.environ.get(KEY, "")
-    if len(value) < 16:
-        raise UsageError(
-            f"{KEY} must hold the key that keepers and runs share, at least 16 characters: type `export {KEY}=$(openssl"
-            " rand -hex 16)` and give it to every host."
-        )
-    return value.encode()
+    wrong = key_problem()
+    if wrong is not None:
+        raise UsageError(f"{wrong[0]}: type {wrong[1]} and give it to every host.")
+    return os.environ[KEY].encode()
+
+
+def key_problem() -> tuple[str, str] | None:
+    """Return what is wrong with the key, and what to type; None = nothing."""
+    if len(os.environ.get(KEY, "")) >= SHORTEST:
+        return None
+    reason = f"{KEY} must hold the key that keepers and runs share, at least {SHORTEST} characters"
+    return reason, f"`export {KEY}=$(openssl rand -hex 16)`"
 
 
 def address(text: str) -> tuple[str, int]:
@@ -100,6 +107,11 @@ def hear(connection: Connection) -> dict[str, Any]:
 def ask(connection: Connection, peer: str, **message: Any) -> dict[str, Any]:
     """Send a request and return the answer; PeerError if it is a refusal."""
     tell(connection, message)
+    return answer_of(connection, peer)
+
+
+def answer_of(connection: Connection, peer: str) -> dict[str, Any]:
+    """Receive an answer; PeerError if it is a refusal."""
     answer = hear(connection)
     if "refused" in answer:
         raise PeerError(f"the keeper at {peer} refused: {answer['refused']}")

@@ -98,15 +98,9 @@ class DDP:
         if self._own_reduction(plan):
             axes = [axis for axis in ("tp", "pp") if getattr(plan.mesh, axis) > 1]
             other = " and ".join(axes) or "strategy.reduction=overlap"
-            problems += [
-                Problem(
-                    f"strategy.{name}={str(getattr(self, name)).lower()}",
-                    f"only torch's DDP wrapper has it, and that doesn't work with {other}",
-                    f"strategy.{name}={str(getattr(defaults, name)).lower()}",
-                )
-                for name in WRAPPER_ONLY
-                if getattr(self, name) != getattr(defaults, name)
-            ]
+            problems += self._changed(
+                WRAPPER_ONLY, f"only torch's DDP wrapper has it, and that doesn't work with {other}"
+            )
             if self.hook == "powersgd":
                 reason = f"PowerSGD works on the buckets of torch's DDP wrapper, which doesn't work with {other}"
                 fix = "strategy.hook=bf16" if axes else "strategy.reduction=bucketed or strategy.hook=bf16"
@@ -150,15 +144,19 @@ class DDP:
         if getattr(model, "automatic_optimization", True) or self._own_reduction(plan):
             return []
         reason = "only torch's DDP wrapper has it, and that reduces nothing under manual optimization"
+        return self._changed([*WRAPPER_ONLY, *(["hook"] if self.hook == "powersgd" else [])], reason)
+
+    def _changed(self, names: Sequence[str], reason: str) -> list[Problem]:
+        """Return a complaint for each of these settings that isn't as it is by default."""
         defaults = DDP()
-        asked = [name for name in WRAPPER_ONLY if getattr(self, name) != getattr(defaults, name)]
         return [
             Problem(
                 f"strategy.{name}={str(getattr(self, name)).lower()}",
                 reason,
                 f"strategy.{name}={str(getattr(defaults, name)).lower()}",
             )
-            for name in [*asked, *(["hook"] if self.hook == "powersgd" else [])]
+            for name in names
+            if getattr(self, name) != getattr(defaults, name)
         ]
 
     def _own_reduction(self, plan: RunPlan) -> bool:
