@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from framework import Trainer
 from framework import checkpoint_files as files
 from framework.testing import RanksError
-from framework_plugins.checkpoint import storage
+from framework_plugins.checkpoint import staging, storage
 
 SLOW_S = 0.5
 KILOBYTES = 400
@@ -108,6 +108,73 @@ def test_p18_a_checkpoint_holds_its_own_step(pool: Any, tmp_path: Path, strategy
         assert momentum == pytest.approx(2 * (1 - 0.5**step))
     assert saved(tmp_path, 7)[2] == 7, "the last one is complete when fit returns"
     assert (files.folder_of(tmp_path) / files.LAST).resolve().name == files.step_name(7)
+
+
+class Meddle(Callback):
+    """Changes momentum in place where only an optimizer's step may."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            for state in trainer.optimizers[0].state.values():
+                state["momentum_buffer"].mul_(2)
+
+
+class Held(Callback):
+    """Notes how long the step after the save was held: it lies between the gradients' zeroing and the batch's end."""
+
+    def __init__(self) -> None:
+        self.began = self.seconds = 0.0
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            self.seconds = time.perf_counter() - self.began
+
+
+def train_slowly_copied(run_dir: str, strategy: dict[str, Any] | str | None, world: int, meddle: bool) -> float:
+    """Train for four steps; momentum is copied slowly at the third. Return for how long the fourth was held."""
+    copy = staging._copy
+
+    def slow(items: Any) -> None:
+        if any(name.startswith(staging.STEADY) for name, *_ in items):
+            time.sleep(SLOW_S)
+        copy(items)
+
+    components = {"checkpoint": option("checkpoint", "dcp", every_n_steps=3, mode="async", save_top_k=-1)}
+    if isinstance(strategy, dict):
+        components["strategy"], strategy = strategy, None
+    plan = make_plan(
+        world, strategy=strategy, run_dir=run_dir, trainer={"max_steps": 4, "max_epochs": -1}, components=components
+    )
+    staging._copy = slow
+    held = Held()
+    try:
+        trainer = Trainer(plan, callbacks=[held, *([Meddle()] if meddle else [])])
+        trainer.fit(Scalar(), DataLoader(torch.ones(64, 1)))  # type: ignore[arg-type]
+    finally:
+        staging._copy = copy
+    return held.seconds
+
+
+ZERO = [option("strategy", "deepspeed", stage=stage) for stage in (1, 3)]
+
+
+@pytest.mark.parametrize("strategy", [None, "ddp", "fsdp", *ZERO])
+def test_a_step_waits_for_the_copies_of_what_it_changes(pool: Any, tmp_path: Path, strategy: Any) -> None:
+    world = 1 if strategy is None else 2
+    held = pool.run(train_slowly_copied, world, str(tmp_path), strategy, world, False, process_group=False)
+    assert max(held) > SLOW_S / 2
+    assert saved(tmp_path, 3) == (WEIGHTS[3], 1.75, 3)
+
+
+@pytest.mark.parametrize("strategy", [None, "ddp", "fsdp"])
+def test_what_changes_while_it_is_copied_is_no_checkpoint(pool: Any, tmp_path: Path, strategy: str | None) -> None:
+    world = 1 if strategy is None else 2
+    with pytest.raises(RanksError, match=r"momentum_buffer was changed outside of an optimizer's step while"):
+        pool.run(train_slowly_copied, world, str(tmp_path), strategy, world, True, process_group=False)
+    assert not list(files.folder_of(tmp_path).glob("step-000003"))
 
 
 def test_p18_ending_at_once_leaves_a_complete_file(pool: Any, tmp_path: Path) -> None:

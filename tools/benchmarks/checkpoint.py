@@ -1,8 +1,9 @@
 """`checkpoint`: what a save costs training, ours beside torch's own and a gathered file, in one run.
 
-The state lies in pieces over all ranks, as under FSDP. A step is emulated: so many milliseconds on a device that isn't
-this host's CPU (a sleep), and one small all-reduce; between two saves lie so many of them. Measured are how long
-training waits for a save (`stall`), how much longer the interval's steps take than without a save (`slower`), CPU
+The state, weights and Adam's two moments, lies in pieces over all ranks, as under FSDP. A step is emulated: so many
+milliseconds on a device that isn't this host's CPU (a sleep), and one small all-reduce; so many lie between two saves.
+Measured are how long training waits for a save (`stall`: in the save, and before the next optimizer step for what
+is copied until then), how much longer the interval's steps take than without a save (`slower`, that wait included), CPU
 seconds that the save takes beside, over all ranks, and loading, every hash checked.
 """
 
@@ -24,24 +25,28 @@ from torch.distributed.tensor import DTensor, Shard
 
 METHODS = ("ours, waited for", "ours, beside the steps", "DCP", "DCP, asynchronous", "gathered, torch.save")
 STALL_BAR, SLOWER_BAR = 0.10, 0.05
-TENSORS = 16
+WEIGHTS = 6
+STATE = ("model.w{}", "optimizer.0.w{}.exp_avg", "optimizer.0.w{}.exp_avg_sq")
 
 Finish = Callable[[], None]
+Hold = Callable[[], float]
+"""To be called before an optimizer step; returns for how many seconds it was held."""
 
 
 def state_of(megabytes: int) -> dict[str, Tensor]:
-    """Return a state of so many 10^6 bytes over all ranks, in `TENSORS` tensors of fp32."""
+    """Return a state of so many 10^6 bytes over all ranks: `WEIGHTS` weights of fp32 and their moments."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
-    rows = megabytes * 10**6 // (4 * 1024 * TENSORS * ranks)
+    rows = megabytes * 10**6 // (4 * 1024 * WEIGHTS * len(STATE) * ranks)
     return {
-        f"model.w{number}": DTensor.from_local(torch.full((rows, 1024), float(number)), mesh, [Shard(0)])
-        for number in range(TENSORS)
+        name.format(number): DTensor.from_local(torch.full((rows, 1024), float(number)), mesh, [Shard(0)])
+        for number in range(WEIGHTS)
+        for name in STATE
     }
 
 
-def saver(method: str, folder: Path) -> Callable[[dict[str, Tensor], int], Finish]:
-    """Return a function that saves step `n`, and returns one that waits until that is complete."""
+def saver(method: str, folder: Path) -> tuple[Callable[[dict[str, Tensor], int], Finish], Hold]:
+    """Return a function that saves step `n`, which returns one that waits for that; and what holds steps."""
     if method.startswith("ours"):
         from framework_plugins.checkpoint.store import ShardedStore
 
@@ -51,7 +56,12 @@ def saver(method: str, folder: Path) -> Callable[[dict[str, Tensor], int], Finis
             store.save(str(folder / f"step-{step:06d}"), state, {"step": step})
             return store.wait
 
-        return ours
+        def hold() -> float:
+            began = time.perf_counter()
+            store.hold()
+            return time.perf_counter() - began
+
+        return ours, hold
     group = dist.new_group(backend="gloo")
 
     def others(state: dict[str, Tensor], step: int) -> Finish:
@@ -73,36 +83,38 @@ def saver(method: str, folder: Path) -> Callable[[dict[str, Tensor], int], Finis
         dist.barrier()
         return lambda: None
 
-    return others
+    return others, lambda: 0.0
 
 
-def steps(number: int, step_ms: float) -> float:
-    """Make so many emulated steps; return their seconds."""
-    began, beat = time.perf_counter(), torch.ones(8)
+def steps(number: int, step_ms: float, hold: Hold) -> tuple[float, float]:
+    """Make so many emulated steps; return their seconds, and for how many of these optimizer steps were held."""
+    began, beat, held = time.perf_counter(), torch.ones(8), 0.0
     for _ in range(number):
         time.sleep(step_ms / 1000)
         dist.all_reduce(beat)
-    return time.perf_counter() - began
+        held += hold()
+    return time.perf_counter() - began, held
 
 
 def run(method: str, megabytes: int, interval: int, step_ms: float, rounds: int, folder: str) -> dict[str, float]:
     """As one rank: save at the beginning of each interval; return the medians over the rounds."""
     torch.set_num_threads(1)
     state = state_of(megabytes)
-    save = saver(method, Path(folder))
+    save, hold = saver(method, Path(folder))
     save(state, 0)()  # plans, buffers, page cache
     rows = []
     for number in range(1, rounds + 1):
         dist.barrier()
-        cpu, plain = time.process_time(), steps(interval, step_ms)
+        cpu = time.process_time()
+        plain, _ = steps(interval, step_ms, hold)
         idle_cpu = time.process_time() - cpu
         dist.barrier()
         cpu, began = time.process_time(), time.perf_counter()
         finish = save(state, number)
         stall = time.perf_counter() - began
-        busy = steps(interval, step_ms)
+        busy, held = steps(interval, step_ms, hold)
         finish()
-        rows.append((stall, busy / plain - 1, time.process_time() - cpu - idle_cpu))
+        rows.append((stall + held, busy / plain - 1, time.process_time() - cpu - idle_cpu))
     figures = [sorted(column)[len(rows) // 2] for column in zip(*rows, strict=True)]
     load_s = 0.0
     if method.startswith("ours"):

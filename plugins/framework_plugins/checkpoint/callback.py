@@ -262,6 +262,10 @@ class Checkpoints(Checkpoint):
             return
         self._save_when_over(trainer, self._value(trainer, "train"))
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Hold the step until what it changes is copied."""
+        self.store.hold()
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Score this step's weights with what validation measured."""
         if self._on and trainer.state.fn == "fit" and not trainer.sanity_checking:

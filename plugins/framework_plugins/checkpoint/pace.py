@@ -57,7 +57,7 @@ class Pace:
                 self.background = True  # the next one is tried beside the steps
             self._waiting_s = took.complete_s
             return
-        cost = took.waited_s + lost
+        cost = took.waited_s - took.held_s + lost  # what held a step is in what the steps lost
         if steps:
             log.info("%s: %d steps beside it lost %.2f s.", took.path.name, steps, lost)
         if self._waiting_s is not None and cost > self._waiting_s and steps:

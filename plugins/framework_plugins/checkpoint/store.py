@@ -27,10 +27,10 @@ from framework.agreement import anywhere, gather, ranks, together
 from framework.checkpoint_files import CheckpointError, DamagedError
 from framework.plan import Checkpoint
 from framework.versions import Clock
+from framework_plugins.checkpoint.staging import Pieces, Staged, Staging
 from framework_plugins.checkpoint.storage import (
     Index,
     Layout,
-    Piece,
     ShardReader,
     Written,
     file_name,
@@ -42,17 +42,17 @@ from framework_plugins.checkpoint.storage import (
 log = logging.getLogger(__name__)
 
 
-Pieces = Sequence[tuple[str, Piece, Tensor]]
-"""Name of a tensor, piece of it, its values."""
-
-
 @dataclass(frozen=True)
 class Took:
-    """What a save took, in seconds: how long training waited, and until it was complete."""
+    """What a save took, in seconds: how long training waited, and until it was complete.
+
+    Waiting is the save itself, and `held_s` of the next optimizer step, for what was copied until then.
+    """
 
     path: Path
     waited_s: float
     complete_s: float
+    held_s: float = 0.0
 
 
 class ShardedStore:
@@ -76,7 +76,8 @@ class ShardedStore:
         self._ranks_a_host = ranks_a_host
         self.last: Took | None = None
         self._layout: Layout | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._staging = Staging()
+        self._staged: Staged | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -87,18 +88,18 @@ class ShardedStore:
         self.wait()
         pieces = self._planned(tensors).pieces(tensors)
         if not self.background:
-            self._write(Path(path), pieces, meta, None)
+            self._write(Path(path), lambda: pieces, meta, None)
             self._note(Path(path), began, None)
             return
-        copies = together(f"Saving {path}", lambda: self._copies(pieces), CheckpointError)
+        self._staged = staged = together(f"Saving {path}", lambda: self._staging.copy(pieces, tensors), CheckpointError)
         if self._group is None and ranks()[1] > 1:
             self._group = dist.new_group(backend="gloo")  # the thread's own: it must not meet the steps' collectives
         let_go = time.perf_counter()
 
         def write() -> None:
             try:
-                self._write(Path(path), copies, meta, self._group)
-                self._note(Path(path), began, let_go)
+                self._write(Path(path), staged.whole, meta, self._group)
+                self._note(Path(path), began, let_go, staged.waited_s)
             except BaseException as error:
                 self._error = error
 
@@ -109,10 +110,16 @@ class ShardedStore:
         """See `CheckpointStore.wait`."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+            self._thread = self._staged = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def hold(self) -> None:
+        """Return when optimizers may step: what they change is copied. To be called before each step."""
+        if self._staged is not None:
+            self._staged.hold()
+            self._staged = None
 
     @property
     def saving(self) -> bool:
@@ -124,30 +131,11 @@ class ShardedStore:
         fits = self._layout is not None and self._layout.kind == kind_of(tensors)
         if anywhere(not fits) or self._layout is None:
             self._layout = Layout(tensors)
-            self._buffers.clear()
+            self._staging.forget()
         return self._layout
 
-    def _copies(self, pieces: Pieces) -> Pieces:
-        """Return copies in main memory, in the buffers that the last save used.
-
-        Raises:
-            CheckpointError: there is no room for them. Smaller batches wouldn't help, so it isn't called out of memory.
-        """
-        copies = []
-        for name, piece, data in pieces:
-            if piece.key not in self._buffers:
-                try:
-                    buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-                except RuntimeError as error:
-                    self._buffers.clear()
-                    text = f"there is no room for a copy of {name}, {data.nbytes:,} bytes; type checkpoint.mode=sync"
-                    raise CheckpointError(text) from error
-                self._buffers[piece.key] = buffer
-            copies.append((name, piece, self._buffers[piece.key].copy_(data)))
-        return copies
-
     def _write(
-        self, final: Path, pieces: Pieces, meta: Mapping[str, Any],
+        self, final: Path, pieces: Callable[[], Pieces], meta: Mapping[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         """Write, agree, commit. Collective, over `group` if it isn't the main thread that writes."""
@@ -197,7 +185,7 @@ class ShardedStore:
 
         together(what, prepare, CheckpointError, group)
         try:
-            own = together(what, lambda: write_pieces(temporary, pieces, version), CheckpointError, group)
+            own = together(what, lambda: write_pieces(temporary, pieces(), version), CheckpointError, group)
             written: list[Written] = gather(own, group)
             described = together(what, describe, CheckpointError, group)
             if apart:
@@ -210,9 +198,9 @@ class ShardedStore:
         if self.copy is not None:
             self.copy(final, group)
 
-    def _note(self, path: Path, began: float, let_go: float | None) -> None:
+    def _note(self, path: Path, began: float, let_go: float | None, held_s: float = 0.0) -> None:
         ended = time.perf_counter()
-        self.last = Took(path, (let_go or ended) - began, ended - began)
+        self.last = Took(path, (let_go or ended) - began + held_s, ended - began, held_s)
         if ranks()[0] == 0:
             log.info("%s: training waited %.2f s, complete after %.2f s.", path.name, self.last.waited_s, ended - began)
 
