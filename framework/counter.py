@@ -8,6 +8,7 @@ Generators, 2014), seeded with the key; number i is its output i. Reproducible i
 from __future__ import annotations
 
 import hashlib
+from array import array
 
 import torch
 from torch import Tensor
@@ -55,10 +56,9 @@ def normal(key: int, positions: Tensor) -> Tensor:
     return numbers
 
 
-def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
+def epoch_order(seed: int, epoch: int, size: int) -> array[int]:
     """Return the order in which all ranks together read a shuffled dataset of `size` samples in an epoch."""
-    order: list[int] = permutation(derive("order", seed, epoch), size).tolist()
-    return order
+    return array("q", permutation(derive("order", seed, epoch), size).numpy().tobytes())
 
 
 def permutation(key: int, size: int) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,10 @@ class BatchPlan(Sampler[list[int]]):
     def consumed(self, steps: int) -> int:
         """Return how many samples of this epoch are consumed `steps` completed optimizer steps after the position."""
 
+    def packed(self, batch: int) -> array[int]:
+        """Return `indices` as int64 (typecode "q"), of which the ledger keeps the bytes."""
+        return array("q", self.indices(batch))
+
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches from the position on; the position is read now, not at the first batch."""
         return map(self.indices, range(self.first(), len(self)))
@@ -108,7 +113,7 @@ class Loaders:
         self.data_rank = data_rank
         self.training: Loader | StreamLoader | None = None
         self._claimed = b""
-        self._trained: list[tuple[bytes, range]] = []
+        self._trained: list[tuple[bytes, int]] = []
 
     def process(self, loader: object, trainer: LightningTrainer) -> object:
         """Return `loader` with the batches of this data rank; called by Lightning for each loader of each stage.
@@ -223,17 +228,20 @@ class Loaders:
         """Take the numbers of the samples of a training batch that is about to be trained, as the loader gave it."""
         self._claimed = self.training.tray.claim(batch) if self.training is not None else b""
 
-    def begin(self, batch: int) -> range:
-        """Note what training batch `batch` holds; return the places of its samples, as `numbers` does."""
-        places = self.numbers(batch)
-        if self._claimed and self.training is not None and self.training.real(batch) > 0:
-            self._trained.append((self._claimed, places[: len(self._claimed) // 8]))
-        return places
+    def begin(self, batch: int) -> None:
+        """Note that training batch `batch` holds what was claimed."""
+        if self._claimed:
+            self._trained.append((self._claimed, batch))
 
-    def take(self) -> list[tuple[bytes, range]]:
-        """Return the samples trained since the last call, by micro-step: their numbers (int64), and their places."""
+    def take(self) -> list[tuple[bytes, int]]:
+        """Return the samples trained since the last call, by micro-step: their numbers (int64), and the batch's."""
         trained, self._trained = self._trained, []
         return trained
+
+    def placed(self, trained: Sequence[tuple[bytes, int]]) -> list[tuple[bytes, range]]:
+        """Return the places of such samples, fillers left out; to be called before the loader's next iteration."""
+        real = None if self.training is None else self.training.real
+        return [(own, self.numbers(batch)[: len(own) // 8]) for own, batch in trained if real and real(batch)]
 
     def numbers(self, batch: int) -> range:
         """Return the numbers, among the samples of their optimizer step, of the samples of training batch `batch`."""

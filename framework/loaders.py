@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from framework import counter
 from framework.adapters import lightning_private
 from framework.errors import UsageError
-from framework.ledger.numbering import Blocks, Collate, NumberedSamples, NumberedStream, Tray
+from framework.ledger.numbering import Blocks, Collate, NumberedSamples, NumberedStream, Packed, Tray
 from framework.plan import RunPlan
 from framework.randomness import random_numbers, seed, set_states, states
 
@@ -52,12 +52,16 @@ class _Position:
 
     def __init__(self, where: Where) -> None:
         self.where = where
+        self.before_begin: Callable[[], None] | None = None
+        """Called before an iterator is made: the counts of the one before are still those."""
         self.restored: tuple[int, int] | None = None
         self.base = _Base(0, 0, 0)
         self.begun = False
 
     def begin(self, usable: float) -> tuple[int, int]:
         """An iterator is being made: return the epoch and the samples consumed where it starts."""
+        if self.before_begin is not None:
+            self.before_begin()
         trainer = self.where.trainer
         done, epoch = lightning_private.completed_steps(trainer), lightning_private.finished_epochs(trainer)
         if self.restored is not None and done != self.base.steps:
@@ -95,17 +99,18 @@ class Loader(DataLoader[Any]):
         self.numbered = where.train
         self.tray = Tray()
         self._where = where
-        self._position = _Position(where)
+        self.position = _Position(where)
         # what really reads: users look at `dataset` and `collate_fn` of this loader and find their own
         self._reader: DataLoader[Any] = self
         if where.train:
+            packed: Any = Packed(batches)  # torch asks for lists of anything
             numbered = {"dataset": NumberedSamples(user.dataset), "collate_fn": Collate(user.collate_fn)}
-            self._reader = DataLoader(batch_sampler=batches, **_settings(user) | numbered)
+            self._reader = DataLoader(batch_sampler=packed, **_settings(user) | numbered)
 
     def __iter__(self) -> Any:
         """Start at the position; random numbers of workers and of this process are seeded by it."""
         if self._where.train:
-            self.batches.position = self._position.begin(self.batches.usable)
+            self.batches.position = self.position.begin(self.batches.usable)
             lightning_private.expect_batches(self._where.trainer, len(self.batches))
         make = self._reader.__iter__ if self.numbered else super().__iter__
         rows = _iterate(self._reader, make, self._where, epoch=self.batches.position[0], first=self.batches.first())
@@ -114,7 +119,7 @@ class Loader(DataLoader[Any]):
     @property
     def begun(self) -> bool:
         """Whether it was iterated."""
-        return self._position.begun
+        return self.position.begun
 
     def order(self) -> dict[str, Any]:
         """Return what the order of an epoch follows from."""
@@ -123,7 +128,7 @@ class Loader(DataLoader[Any]):
 
     def began(self, step: int) -> tuple[int, int]:
         """Return the epoch of optimizer step `step`, the last one, and the samples of it consumed before."""
-        base = self._position.base
+        base = self.position.base
         return base.epoch, self.batches.consumed(step - 1 - base.steps)
 
     def real(self, batch: int) -> int:
@@ -132,7 +137,7 @@ class Loader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position; the same on all ranks. `batches` lie before it, as Lightning counts them."""
-        base, steps = self._position.base, self._position.steps
+        base, steps = self.position.base, self.position.steps
         consumed = self.batches.consumed(steps)
         return {
             "epoch": base.epoch,
@@ -160,7 +165,7 @@ class Loader(DataLoader[Any]):
                     f"The checkpoint was saved {state['consumed']} samples into epoch {state['epoch']} with {key} "
                     f"{state[key]}, but this run has {key} {now}, so that epoch can't be gone on with: {fix}."
                 )
-        self._position.restore(state["epoch"], state["consumed"])
+        self.position.restore(state["epoch"], state["consumed"])
         self.batches.position = (state["epoch"], state["consumed"])
         lightning_private.move_to_batch(
             self._where.trainer,
@@ -219,7 +224,7 @@ class StreamLoader(DataLoader[Any]):
         self.numbered = stream is not None and where.train
         self.tray = Tray()
         self._where = where
-        self._position = _Position(where)
+        self.position = _Position(where)
         self._real: list[bool] = []
 
     def __len__(self) -> int:
@@ -228,7 +233,7 @@ class StreamLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """Start at the position."""
-        epoch, consumed = self._position.begin(float("inf")) if self._where.train else (0, 0)
+        epoch, consumed = self.position.begin(float("inf")) if self._where.train else (0, 0)
         batch = self._where.plan.batch
         skip = consumed // (batch.local_batch_size * batch.data_ranks)
         self._real = [True] * skip
@@ -264,7 +269,7 @@ class StreamLoader(DataLoader[Any]):
     @property
     def begun(self) -> bool:
         """Whether it was iterated."""
-        return self._position.begun
+        return self.position.begun
 
     def order(self) -> dict[str, Any]:
         """Return what the order of an epoch follows from."""
@@ -272,7 +277,7 @@ class StreamLoader(DataLoader[Any]):
 
     def began(self, step: int) -> tuple[int, int]:
         """Return the epoch of optimizer step `step`, the last one, and the samples of it consumed before."""
-        base = self._position.base
+        base = self.position.base
         return base.epoch, base.consumed + (step - 1 - base.steps) * self._where.plan.batch.global_batch_size
 
     def real(self, batch: int) -> int:
@@ -282,9 +287,9 @@ class StreamLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position; the same on all ranks."""
         plan = self._where.plan
-        consumed = self._position.base.consumed + self._position.steps * plan.batch.global_batch_size
+        consumed = self.position.base.consumed + self.position.steps * plan.batch.global_batch_size
         return {
-            "epoch": self._position.base.epoch,
+            "epoch": self.position.base.epoch,
             "consumed": consumed,
             "seed": plan.seed,
             "batches": consumed // (plan.batch.local_batch_size * plan.batch.data_ranks),
@@ -294,9 +299,9 @@ class StreamLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position, whatever mix saved it, and tell Lightning where in the epoch that is."""
         if state["epoch_done"]:
-            self._position.restore(state["epoch"] + 1, 0)
+            self.position.restore(state["epoch"] + 1, 0)
             return
-        self._position.restore(state["epoch"], state["consumed"])
+        self.position.restore(state["epoch"], state["consumed"])
         batch = self._where.plan.batch
         now = state["consumed"] // (batch.local_batch_size * batch.data_ranks)
         lightning_private.move_to_batch(self._where.trainer, saved=state["batches"], now=now, length=None)

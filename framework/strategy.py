@@ -287,9 +287,9 @@ class MeshStrategy(MeshCollectives):
         step = self._module.trainer.global_step
         self._seed(step, batch_idx % self.plan.batch.accumulation)
         if self.loaders is not None:
-            places = self.loaders.begin(batch_idx)
+            self.loaders.begin(batch_idx)
             if (masks := self.parts[0].masks) is not None:
-                masks.begin(step, places[: batch_size(batch)])
+                masks.begin(step, self.loaders.numbers(batch_idx)[: batch_size(batch)])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""

@@ -50,8 +50,7 @@ BLOCK = 1 << 14
 
 def _digests(steps: Sequence[Sequence[tuple[bytes, range]]], sizes: Sequence[int]) -> list[float]:
     numbers = np.frombuffer(b"".join(numbers for step in steps for numbers, _ in step), _U)
-    places = [np.arange(one.start, one.stop, one.step, dtype=np.int64) for step in steps for _, one in step]
-    z = np.concatenate([np.empty(0, np.int64), *places]).view(_U)
+    z = _joined([one for step in steps for _, one in step]).view(_U)
     t = np.empty_like(z)
     np.multiply(z, _PLACE, out=z)
     np.add(z, _KEY, out=z)
@@ -66,6 +65,17 @@ def _digests(steps: Sequence[Sequence[tuple[bytes, range]]], sizes: Sequence[int
         sums[filled, 0] = np.add.reduceat(np.bitwise_and(z, _LOW, out=t), starts)
         sums[filled, 1] = np.add.reduceat(np.right_shift(z, _HALF, out=t), starts)
     return [float(value) for value in sums.ravel().tolist()]
+
+
+def _joined(ranges: Sequence[range]) -> NDArray[np.int64]:
+    """Return the numbers of all ranges, one after the other."""
+    if len({(len(one), one.step) for one in ranges}) == 1:  # as usual
+        length, step = len(ranges[0]), ranges[0].step
+        starts = np.array([one.start for one in ranges], np.int64)
+        return np.add.outer(starts, np.arange(0, length * step, step, dtype=np.int64)).ravel()
+    return np.concatenate(
+        [np.empty(0, np.int64), *(np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in ranges)]
+    )
 
 
 def _finalize(z: NDArray[np.uint64], t: NDArray[np.uint64]) -> None:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +24,9 @@ from framework import counter
 from framework.adapters import torch_private
 from framework.randomness import random_numbers, seed
 
+if TYPE_CHECKING:
+    from framework.data import BatchPlan
+
 
 class Numbered(NamedTuple):
     """A batch and its samples' numbers: int64 in bytes, which workers send, and pinning leaves, as they are."""
@@ -33,10 +35,27 @@ class Numbered(NamedTuple):
     batch: Any
 
 
+class Packed:
+    """The batches of a `BatchPlan` as arrays.
+
+    Args:
+        batches: the plan; its position is read when an iteration begins.
+    """
+
+    def __init__(self, batches: BatchPlan) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[array[int]]:
+        return map(self.batches.packed, range(self.batches.first(), len(self.batches)))
+
+
 class Together(NamedTuple):
     """What a dataset's `__getitems__` returned (samples, or whatever its `collate_fn` takes), with numbers."""
 
-    numbers: Sequence[int]
+    numbers: array[int]
     samples: Any
 
 
@@ -63,10 +82,10 @@ class NumberedSamples(_Around, Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, indices: list[Any]) -> Together:
+    def __getitems__(self, indices: array[int]) -> Together:
         """Return the samples of one batch; torch's fetcher does the same where there is no such method."""
         together = getattr(self.dataset, "__getitems__", None)
-        return Together(indices, together(indices) if together else [self.dataset[index] for index in indices])
+        return Together(indices, together(list(indices)) if together else [self.dataset[index] for index in indices])
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -123,11 +142,11 @@ class Collate:
 
     def __call__(self, rows: Together | list[tuple[int, Any]]) -> Numbered:
         if not isinstance(rows, Together):
-            rows = Together([row[0] for row in rows], [row[1] for row in rows])
-        key = None if self.key is None else counter.derive("collate", *self.key, rows.numbers[0])
-        with nullcontext() if key is None else random_numbers(key):
-            batch = self.user(rows.samples)
-        return Numbered(array("q", rows.numbers).tobytes(), batch)
+            rows = Together(array("q", [row[0] for row in rows]), [row[1] for row in rows])
+        if self.key is None:
+            return Numbered(rows.numbers.tobytes(), self.user(rows.samples))
+        with random_numbers(counter.derive("collate", *self.key, rows.numbers[0])):
+            return Numbered(rows.numbers.tobytes(), self.user(rows.samples))
 
 
 class Tray:
@@ -160,13 +179,14 @@ class Tray:
         By identity, so that a batch that got lost on the way, or came twice, takes its own numbers with it. A batch
         that a hook or a precision made anew is the one that waited longest.
         """
-        if not self._waiting or self._waiting[0].batch is not batch:
+        waiting = self._waiting
+        if not waiting or waiting[0].batch is not batch:
             if self._last is not None and batch is self._last.batch:
                 return self._last.numbers
-            if any(row.batch is batch for row in self._waiting):
-                while self._waiting[0].batch is not batch:
-                    self._waiting.popleft()
-        if not self._waiting:
-            return b""
-        self._last = self._waiting.popleft()
-        return self._last.numbers
+            if any(row.batch is batch for row in waiting):
+                while waiting[0].batch is not batch:
+                    waiting.popleft()
+            if not waiting:
+                return b""
+        self._last = last = waiting.popleft()
+        return last.numbers

@@ -56,6 +56,7 @@ class Ledger:
         """The last link, the same on all ranks and under any mix; None = a checkpoint that had none was loaded."""
         self._step = 0
         self._file: int | None = None
+        self._noted: list[tuple[int, Sequence[tuple[bytes, int]]]] = []
         self._pending: list[Step] = []
         self._counts = False
         self._strategy: Any = None
@@ -68,6 +69,8 @@ class Ledger:
         loaders = self._strategy.loaders
         training = None if loaders is None else loaders.training
         self._loader = training if training is not None and training.numbered else None
+        if self._loader is not None:
+            self._loader.position.before_begin = self.place
         at = self.plan.mesh.coordinate(trainer.global_rank)
         self._counts = not (at["pp"] or at["cp"] or at["tp"])  # others read the same samples
         if self._loader is None or not self._counts:
@@ -100,19 +103,28 @@ class Ledger:
         if self._loader is None or step == self._step:
             return
         self._step = step
-        self._pending.append(Step(step, *self._loader.began(step), self._strategy.loaders.take()))
-        if len(self._pending) >= STEPS:
+        self._noted.append((step, self._strategy.loaders.take()))
+        if len(self._noted) + len(self._pending) >= STEPS:
             self.settle()
+
+    def place(self) -> None:
+        """Find the epoch and the places of noted steps: many at once is cheap, and each by itself isn't."""
+        if self._loader is None:
+            return
+        for step, trained in self._noted:
+            self._pending.append(Step(step, *self._loader.began(step), self._strategy.loaders.placed(trained)))
+        self._noted.clear()
 
     def settle(self) -> None:
         """Agree on the hashes of the steps since the last time, and write them. Collective."""
-        if self._pending:
+        if self._noted or self._pending:
             shares = self.shares()
             alone = self.plan.batch.data_ranks == 1
             self.close_steps(shares if alone else add_up(shares, self._strategy.root_device))
 
     def shares(self) -> list[float]:
         """Return what this rank adds to the sums of hashes of the pending steps, two numbers for each."""
+        self.place()
         if not self._counts and self.plan.batch.data_ranks > 1:
             return [0.0] * (2 * len(self._pending))
         return digests([step.trained for step in self._pending])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 from typing import Any
@@ -97,18 +98,29 @@ class ConsistentBatches(BatchPlan):
             return self._answer
         step, at = divmod(batch - self.first(), self._per_step)
         start = self.position[1] + step * self.step
-        samples = min(self.step, self.usable - start)
-        low, high = split(samples, self.batch_size, self.data_ranks)[at * self.data_ranks + self.data_rank]
+        samples, number = self.usable - start, at * self.data_ranks + self.data_rank
+        if samples >= self.step:
+            low, high = number * self.batch_size, (number + 1) * self.batch_size
+        else:
+            low, high = split(samples, self.batch_size, self.data_ranks)[number]
         self._asked, self._answer = (batch, self.position), (start, start + low, start + high)
         return self._answer
 
     def indices(self, batch: int) -> list[int]:
         """See `BatchPlan`. A filler is the first sample of its step."""
+        return list(self._samples(batch))
+
+    def packed(self, batch: int) -> array[int]:
+        """See `BatchPlan`."""
+        samples = self._samples(batch)
+        return samples if isinstance(samples, array) else array("q", samples)
+
+    def _samples(self, batch: int) -> Sequence[int]:
         epoch = self.position[0]
         if self._known is None or self._known[0] != epoch:
             self._known = (epoch, self.order(epoch))
         start, low, high = self._bounds(batch)
-        return list(self._known[1][low:high] if high > low else self._known[1][start : start + 1])
+        return self._known[1][low:high] if high > low else self._known[1][start : start + 1]
 
     def real(self, batch: int) -> int:
         """See `BatchPlan`."""
