@@ -63,8 +63,7 @@ class CheckpointStore(Protocol):
     """
 
     def save(self, path: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write a checkpoint; it is durable after `wait`. What `tensors` hold may change as soon as this returns, but
-        what is called `optimizer.` in an optimizer's step only: a store that copies beside training can hold that.
+        """Write a checkpoint. What `tensors` hold may change as soon as this returns; it is durable after `wait`.
 
         Raises what went wrong with the save before, if that wasn't told yet.
 

@@ -133,7 +133,17 @@ class Held(Callback):
             self.seconds = time.perf_counter() - self.began
 
 
-def train_slowly_copied(run_dir: str, strategy: dict[str, Any] | str | None, world: int, meddle: bool) -> float:
+class SaveBeforeTheUpdate(Scalar):
+    """Saves at a moment of its own: gradients are there, and the update is what comes next."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 3:
+            self.trainer.save_checkpoint(files.folder_of(self.trainer.default_root_dir) / "own")
+
+
+def train_slowly_copied(
+    run_dir: str, strategy: dict[str, Any] | str | None, world: int, meddle: bool, module: Any = Scalar, every: int = 3
+) -> float:
     """Train for four steps; momentum is copied slowly at the third. Return for how long the fourth was held."""
     copy = staging._copy
 
@@ -142,7 +152,7 @@ def train_slowly_copied(run_dir: str, strategy: dict[str, Any] | str | None, wor
             time.sleep(SLOW_S)
         copy(items)
 
-    components = {"checkpoint": option("checkpoint", "dcp", every_n_steps=3, mode="async", save_top_k=-1)}
+    components = {"checkpoint": option("checkpoint", "dcp", every_n_steps=every, mode="async", save_top_k=-1)}
     if isinstance(strategy, dict):
         components["strategy"], strategy = strategy, None
     plan = make_plan(
@@ -152,7 +162,7 @@ def train_slowly_copied(run_dir: str, strategy: dict[str, Any] | str | None, wor
     held = Held()
     try:
         trainer = Trainer(plan, callbacks=[held, *([Meddle()] if meddle else [])])
-        trainer.fit(Scalar(), DataLoader(torch.ones(64, 1)))  # type: ignore[arg-type]
+        trainer.fit(module(), DataLoader(torch.ones(64, 1)))  # type: ignore[arg-type]
     finally:
         staging._copy = copy
     return held.seconds
@@ -167,6 +177,16 @@ def test_a_step_waits_for_the_copies_of_what_it_changes(pool: Any, tmp_path: Pat
     held = pool.run(train_slowly_copied, world, str(tmp_path), strategy, world, False, process_group=False)
     assert max(held) > SLOW_S / 2
     assert saved(tmp_path, 3) == (WEIGHTS[3], 1.75, 3)
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp"])
+def test_whoever_saves_just_before_an_update_waits_for_all_copies(pool: Any, tmp_path: Path, strategy: Any) -> None:
+    world, args = (1, 2)[strategy is not None], (SaveBeforeTheUpdate, 100)
+    pool.run(train_slowly_copied, world, str(tmp_path), strategy, world, False, *args, process_group=False)
+    (path,) = tmp_path.rglob("own")
+    names = {file for file in path.iterdir() if file.suffix == ".safetensors"}
+    values = {name.partition("@")[0]: tensor for file in names for name, tensor in load_file(file).items()}
+    assert float(values["optimizer.0.w.momentum_buffer"][0]) == 1.75
 
 
 @pytest.mark.parametrize("strategy", [None, "ddp", "fsdp"])

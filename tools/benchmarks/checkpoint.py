@@ -51,6 +51,7 @@ def saver(method: str, folder: Path) -> tuple[Callable[[dict[str, Tensor], int],
         from framework_plugins.checkpoint.store import ShardedStore
 
         store = ShardedStore(background=method != METHODS[0])
+        store.holds = True
 
         def ours(state: dict[str, Tensor], step: int) -> Finish:
             store.save(str(folder / f"step-{step:06d}"), state, {"step": step})

@@ -131,11 +131,14 @@ class Checkpoints(Checkpoint):
         self._flying = self._pace_of(path)
         for pace in self._paces:
             pace.begin()
+        self.store.holds = trainer.lightning_module.automatic_optimization  # else users step when they like
         try:
             trainer.save_checkpoint(path)
         except CheckpointError as error:
             self._failed(error)
             return
+        finally:
+            self.store.holds = False
         if not self.store.background:
             self.settle(trainer)
 

@@ -67,12 +67,13 @@ class Staging:
         """Give the buffers back: the next save's pieces are others."""
         self._buffers.clear()
 
-    def copy(self, pieces: Pieces, tensors: Mapping[str, Tensor]) -> Staged:
-        """Copy this rank's pieces; those of `STEADY` tensors in a thread that goes on when this returns.
+    def copy(self, pieces: Pieces, tensors: Mapping[str, Tensor], holds: bool) -> Staged:
+        """Copy this rank's pieces.
 
         Args:
             pieces: of `tensors`.
             tensors: tell whether somebody writes to them; of a DTensor and its shard each counts its own writes.
+            holds: `STEADY` ones may be copied in a thread that goes on when this returns: somebody calls `hold`.
 
         Raises:
             CheckpointError: there is no room for them. Smaller batches wouldn't help, so it isn't called out of memory.
@@ -81,7 +82,7 @@ class Staging:
         now: Items = []
         later: Items = []
         for (name, _, data), (_, _, buffer) in zip(pieces, copies, strict=True):
-            (later if name.startswith(STEADY) else now).append((name, data, buffer))
+            (later if holds and name.startswith(STEADY) else now).append((name, data, buffer))
         _copy(now)
         return Staged(copies, self._copier.submit(self._beside(later, tensors)))
 

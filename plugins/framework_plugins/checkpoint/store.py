@@ -61,6 +61,8 @@ class ShardedStore:
     Attributes:
         background: whether `save` returns as soon as this rank's pieces are copied, and a thread writes them. All ranks
             must agree; to be changed between saves.
+        holds: whether `hold` will be called before what is called `optimizer.` changes, so that it may be copied after
+            `save` has returned. False for whoever saves at a moment of their own.
         on_commit: called with the path of each checkpoint that is complete, in the thread that wrote it, on the rank
             that committed it: rank 0, and where hosts don't share the folder the first rank of each.
         copy: called on all ranks after that, in the same thread, with the path and the thread's group. Collective.
@@ -70,6 +72,7 @@ class ShardedStore:
 
     def __init__(self, background: bool = False, ranks_a_host: int | None = None) -> None:
         self.background = background
+        self.holds = False
         self.on_commit: Callable[[Path], None] | None = None
         self.copy: Callable[[Path, dist.ProcessGroup | None], None] | None = None
         self.apart: Path | None = None
@@ -91,7 +94,9 @@ class ShardedStore:
             self._write(Path(path), lambda: pieces, meta, None)
             self._note(Path(path), began, None)
             return
-        self._staged = staged = together(f"Saving {path}", lambda: self._staging.copy(pieces, tensors), CheckpointError)
+        self._staged = staged = together(
+            f"Saving {path}", lambda: self._staging.copy(pieces, tensors, self.holds), CheckpointError
+        )
         if self._group is None and ranks()[1] > 1:
             self._group = dist.new_group(backend="gloo")  # the thread's own: it must not meet the steps' collectives
         let_go = time.perf_counter()
