@@ -1,23 +1,27 @@
-"""Cases F40 to F52 of docs/found_cases.md as far as one process shows them: data that were silently wrong."""
+"""Cases F40 to F53 of docs/found_cases.md as far as one process shows them: data that were silently wrong."""
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fleet import FakeTrainer
+from fleet import FakeTrainer, Fleet
 from lightning.pytorch.trainer.states import RunningStage
 from plans import make_plan, option
 from reading import Ids, Stream
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, WeightedRandomSampler
 
+from framework.checkpoint_files import commit, step_name
 from framework.data import Loaders
 from framework.errors import UsageError
+from framework.ledger.history import check, history, read
 from framework.ledger.numbering import checksum
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
@@ -266,6 +270,62 @@ def test_f52_a_setting_that_a_sampler_of_ones_own_overrules_is_refused(setting: 
     with pytest.raises(UsageError, match=rf"sampler.{name}={value}, but the training loader has a sampler of its own"):
         process(weighted(), plan(**setting))
     process(weighted(), plan(**setting), 0, RunningStage.VALIDATING)
+
+
+def lines(path: Path, keep: slice) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[keep]))
+
+
+def without(path: Path, key: str) -> None:
+    head, rest = path.read_text().split("\n", 1)
+    path.write_text(json.dumps({name: value for name, value in json.loads(head).items() if name != key}) + "\n" + rest)
+
+
+BROKEN: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: path.write_text(""), "no file in .* has a whole line"),
+    (lambda path: path.write_text('{"format": 1'), "no file in .* has a whole line"),
+    (lambda path: path.with_name("run-0-00000 (copy).jsonl").write_text(""), r"\(copy\).jsonl is no <run>-<attempt>"),
+    (lambda path: path.with_name("notes.jsonl").write_text("hi"), "notes.jsonl is no <run>-<attempt>"),
+    (lambda path: without(path, "size"), r"Line 1 of .* can't be read: KeyError\('size'\)"),
+    (
+        lambda path: path.write_text(path.read_text() + path.read_text().splitlines()[-1] + "\n"),
+        "step 4 is there twice",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "words"), BROKEN)
+def test_f53_a_ledger_that_cannot_be_read_is_one_sentence(edit: Any, words: str, tmp_path: Path) -> None:
+    ledger_of_four_steps(tmp_path)
+    edit(tmp_path / "ledger" / "run-0-00000.jsonl")
+    with pytest.raises(UsageError, match=words):
+        read(tmp_path)
+
+
+def ledger_of_four_steps(run_dir: Path) -> None:
+    fleet = Fleet(run_dir, lambda: DataLoader(Ids(48)), 1)
+    for _ in range(4):
+        fleet.step()
+    fleet.settle()
+    fleet.kill()
+
+
+def test_f53_a_ledger_that_ends_before_the_newest_checkpoint_proves_nothing(tmp_path: Path) -> None:
+    ledger_of_four_steps(tmp_path)
+    temporary, final = tmp_path / "t", tmp_path / "checkpoints" / step_name(4)
+    temporary.mkdir()
+    final.parent.mkdir()
+    commit(temporary, final, 4, 1)
+
+    def findings() -> list[str]:
+        story, found = history(tmp_path, read(tmp_path))
+        return [finding.text for finding in (*found, *check(story))]
+
+    assert findings() == []
+    lines(tmp_path / "ledger" / "run-0-00000.jsonl", slice(-1))
+    (said,) = findings()
+    assert "ends at step 3" in said
+    assert "saved at step 4" in said
 
 
 def test_checksums_tell_samples_apart() -> None:
