@@ -41,6 +41,15 @@ def bits(key: int, positions: Tensor) -> Tensor:
     return z ^ _shift(z, 31)
 
 
+def at(key: int, position: int) -> int:
+    """Return the 64 bits of one position as an unsigned number."""
+    mask = 0xFFFFFFFFFFFFFFFF
+    z = (key + (position + 1) * GOLDEN) & mask
+    for by, factor in _MIX:
+        z = (z ^ (z >> by)) * factor & mask
+    return z ^ (z >> 31)
+
+
 def uniform(key: int, positions: Tensor) -> Tensor:
     """Return float64 numbers in the open interval (0, 1): the upper 52 bits plus a half, times 2^-52."""
     return (_shift(bits(key, positions), 12).double() + 0.5) * 2.0**-52

@@ -14,16 +14,16 @@ import logging
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, runtime_checkable
 
 import torch
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from framework import counter
+from framework.adapters import lightning_private
 from framework.errors import UsageError
 from framework.ledger.numbering import NumberedStream
 from framework.loaders import Loader, StreamLoader, Where
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from pluggy import PluginManager
 
 log = logging.getLogger(__name__)
+
+DROP_LAST = (
+    "drop_last=True of the training loader isn't read, since ranks make each batch together: type "
+    "sampler.drop_last=true to leave out samples that don't fill a global batch."
+)
 
 Order = Callable[[int], Sequence[int]]
 """Epoch -> indices of the dataset in the order in which all ranks together read them."""
@@ -92,6 +97,17 @@ class BatchPlan(Sampler[list[int]]):
         """Return `indices` as int64 (typecode "q"), of which the ledger keeps the bytes."""
         return array("q", self.indices(batch))
 
+    def origin(self, batch: int) -> int:
+        """Return a number from which the random numbers of the batch's samples follow: its first sample's.
+
+        Where it is the place in the epoch over all ranks, samples are augmented alike under every mix.
+        """
+        return self.indices(batch)[0]
+
+    def fingerprint(self) -> str:
+        """Return what tells the order of this epoch from others that `how`, seed and size fit as well; "" = nothing."""
+        return ""
+
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches from the position on; the position is read now, not at the first batch."""
         return map(self.indices, range(self.first(), len(self)))
@@ -126,12 +142,17 @@ class Loaders:
             return loader
         where = Where(trainer, self.plan, self.data_rank, stage == RunningStage.TRAINING)
         kind = "training" if where.train else "validation" if stage != RunningStage.TESTING else "test"
-        if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        if not isinstance(loader, DataLoader) or not _is_plain(loader):
             if self.plan.mesh.data_ranks == 1:
-                return loader
+                return self._foreign(loader, where) if where.train else loader
             raise UsageError(
                 f"The {kind} loader is a {type(loader).__name__}, which can't be shared out over "
                 f"{self.plan.mesh.data_ranks} data ranks: return a torch.utils.data.DataLoader."
+            )
+        if not loader.in_order and (where.train or self.plan.mesh.data_ranks > 1):
+            raise UsageError(
+                f"The {kind} loader has in_order=False, so how fast its workers are would decide which samples make a "
+                "step, and a resumed run would repeat some and leave others out: leave in_order out."
             )
         stream = isinstance(loader.dataset, IterableDataset)
         ours = self._stream(loader, where, kind) if stream else self._map(loader, where, kind)
@@ -143,6 +164,23 @@ class Loaders:
                 )
             self.training = ours
         return ours
+
+    def _foreign(self, loader: Any, where: Where) -> Any:
+        """Return a training loader that isn't torch's as it is, if that can be right."""
+        name, ours = type(loader).__name__, self.plan.batch.local_batch_size
+        theirs = getattr(loader, "batch_size", None)
+        if isinstance(theirs, int) and theirs != ours:
+            raise UsageError(
+                f"The training loader is a {name}, so it is used as it is, and its batch_size is {theirs}, not the "
+                f"{ours} samples that {_arithmetic(self.plan)} gives: type global_batch_size="
+                f"{self._global_batch(theirs)}."
+            )
+        if not isinstance(loader, _Stateful) and lightning_private.goes_on_within_an_epoch(where.trainer):
+            raise UsageError(
+                f"The training loader is a {name}, which can't go on in the middle of an epoch, where the checkpoint "
+                "was saved: return a torch.utils.data.DataLoader, or give it state_dict and load_state_dict."
+            )
+        return loader
 
     def _map(self, user: DataLoader[Any], where: Where, kind: str) -> DataLoader[Any]:
         order, shuffle = _order_of(user, self.plan.seed, kind)
@@ -160,10 +198,7 @@ class Loaders:
         )
         if batches is not None:
             if where.train and user.drop_last and batches.usable % self.plan.batch.global_batch_size:
-                log.warning(
-                    "drop_last=True of the training loader isn't read, since ranks make each batch together: type "
-                    "sampler.drop_last=true to leave out samples that don't fill a global batch."
-                )
+                log.warning(DROP_LAST)
             return Loader(user, batches, where)
         if self.plan.mesh.data_ranks > 1:
             raise UsageError(
@@ -178,19 +213,20 @@ class Loaders:
         return user
 
     def _stream(self, user: DataLoader[Any], where: Where, kind: str) -> StreamLoader:
-        key = (self.plan.seed, "train" if where.train else "evaluation")
-        numbered = None if user.batch_size is None else NumberedStream(user.dataset, key)
-        dataset: Any = user.dataset if numbered is None else numbered
-        if self.plan.mesh.data_ranks > 1:
-            dataset = self.manager.hook.shard_iterable(dataset=dataset, plan=self.plan, data_rank=self.data_rank)
-            if dataset is None:
+        stream = NumberedStream(user.dataset, (self.plan.seed, "train" if where.train else "evaluation"))
+        dataset = self.manager.hook.shard_iterable(dataset=stream, plan=self.plan, data_rank=self.data_rank)
+        if dataset is None:
+            if self.plan.mesh.data_ranks > 1:
                 raise UsageError(
                     f"Nobody shares the {kind} stream out over {self.plan.mesh.data_ranks} data ranks: type "
                     "sampler=consistent."
                 )
+            dataset = stream
+        if where.train and user.drop_last and not getattr(dataset, "whole_steps", False):
+            log.warning(DROP_LAST)
         # None: the dataset itself yields batches
         batch_size = None if user.batch_size is None else self._batch_size(user, where, kind)
-        return StreamLoader(user, dataset, batch_size, where, numbered)
+        return StreamLoader(user, dataset, batch_size, where, stream)
 
     def _batch_size(self, user: DataLoader[Any], where: Where, kind: str) -> int:
         """Return the samples of one batch of one rank."""
@@ -240,8 +276,16 @@ class Loaders:
 
     def placed(self, trained: Sequence[tuple[bytes, int]]) -> list[tuple[bytes, range]]:
         """Return the places of such samples, fillers left out; to be called before the loader's next iteration."""
-        real = None if self.training is None else self.training.real
-        return [(own, self.numbers(batch)[: len(own) // 8]) for own, batch in trained if real and real(batch)]
+        loader, found = self.training, []
+        for own, batch in trained:
+            if loader is None or not loader.real(batch):
+                continue
+            places = self.numbers(batch)[: len(own) // 8]
+            if isinstance(loader, StreamLoader) and loader.own_batches:  # what is counted are batches
+                at = batch % self.plan.batch.accumulation * self.plan.batch.data_ranks + self.data_rank
+                places = range(at, at + 1)
+            found.append((own, places))
+        return found
 
     def numbers(self, batch: int) -> range:
         """Return the numbers, among the samples of their optimizer step, of the samples of training batch `batch`."""
@@ -253,14 +297,47 @@ class Loaders:
         start = before + self.data_rank * size if place is None else place
         return range(start, start + size)
 
-    def is_real(self, trainer: LightningTrainer, batch: int, loader: int = 0) -> bool:
-        """Whether batch number `batch` of the running stage counts; False: a filler, only there for its collectives."""
+    def real(self, trainer: LightningTrainer, batch: int, loader: int = 0) -> int:
+        """Return how many samples of batch number `batch` of the running stage count; 1 if nobody knows.
+
+        0 = a filler, only there for its collectives.
+        """
         if trainer.state.stage == RunningStage.TRAINING:
-            return self.training is None or self.training.real(batch) > 0
-        source = trainer.test_dataloaders if trainer.state.stage == RunningStage.TESTING else trainer.val_dataloaders
-        loaders = CombinedLoader(source).flattened
-        chosen = loaders[loader] if loader < len(loaders) else None
-        return not isinstance(chosen, (Loader, StreamLoader)) or chosen.real(batch) > 0
+            return 1 if self.training is None else self.training.real(batch)
+        loaders, sequential = lightning_private.evaluation_loaders(trainer)
+        if not sequential:
+            if self.plan.mesh.data_ranks > 1:
+                raise UsageError(
+                    "The loaders of this evaluation are read side by side (CombinedLoader), so samples can't be "
+                    f"counted once over {self.plan.mesh.data_ranks} data ranks: return a list of them, or type "
+                    'mode="sequential".'
+                )
+            return 1
+        chosen = loaders[loader]
+        return chosen.real(batch) if isinstance(chosen, (Loader, StreamLoader)) else 1
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    """A loader whose position Lightning saves."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether a loader does nothing but torch's: torchdata's can keep a position besides, for which ours stands in."""
+    return type(loader).__iter__.__module__ in (
+        DataLoader.__module__,
+        "torchdata.stateful_dataloader.stateful_dataloader",
+    )
+
+
+def _is_random(sampler: Any) -> bool:
+    """Whether it is torch's `RandomSampler` or torchdata's, and no subclass, which may have an order of its own."""
+    kind = type(sampler)
+    theirs = (kind.__module__, kind.__name__) == ("torchdata.stateful_dataloader.sampler", "RandomSampler")
+    return kind is RandomSampler or theirs
 
 
 def _order_of(user: DataLoader[Any], seed: int, kind: str) -> tuple[Order | None, bool]:
@@ -270,7 +347,7 @@ def _order_of(user: DataLoader[Any], seed: int, kind: str) -> tuple[Order | None
         return None, False  # refused later, with words
     if type(sampler) is SequentialSampler:  # a subclass may have an order of its own
         return None, False
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(user.dataset):  # type: ignore[arg-type]
+    if _is_random(sampler) and not sampler.replacement and sampler.num_samples == len(user.dataset):  # type: ignore[arg-type, attr-defined]
         return None, True
     if isinstance(sampler, DistributedSampler):
         raise UsageError(
@@ -286,7 +363,13 @@ def _order_of(user: DataLoader[Any], seed: int, kind: str) -> tuple[Order | None
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key >> 1)
         with random_numbers(key):  # the same on all ranks
-            return [int(index) for index in sampler]
+            found = list(sampler)
+        if odd := next((index for index in found if not isinstance(index, SupportsIndex)), None):
+            raise UsageError(
+                f"The sampler of the {kind} loader gives {odd!r}, but samples are told apart by their numbers, 0 to "
+                f"{len(user.dataset) - 1}: let it give whole numbers."  # type: ignore[arg-type]
+            )
+        return [int(index) for index in found]
 
     return order, False
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 
+from framework.adapters import lightning_private
 from framework.errors import UsageError
 from framework.metrics import Entry, Layout, Recorder, Totals, add_up
 from framework.window import read_output
@@ -57,11 +58,11 @@ class Evaluation:
     ) -> Any:
         """Run one batch; a filler batch (another rank still had samples) runs for its collectives but doesn't count."""
         batch_index, loader_index = self.at
-        real = loaders is None or loaders.is_real(self.module.trainer, batch_index, loader_index)
+        real = 1 if loaders is None else loaders.real(self.module.trainer, batch_index, loader_index)
         pieces = run(method, *args, **kwargs)
         for output, entries, batch in pieces:
             if real and self.contributes:
-                _, weight, weighted = read_output(output if isinstance(output, Mapping) else None, batch)
+                _, weight, weighted = read_output(output if isinstance(output, Mapping) else None, batch, real)
                 if self.pieces and not weighted:
                     self._check_means(method, entries)
                 named = {self._name(name, entry, loader_index): entry for name, entry in entries.items()}
@@ -80,10 +81,8 @@ class Evaluation:
 
     def _name(self, name: str, entry: Entry, loader_index: int) -> str:
         """Name as Lightning would make it where there are several loaders."""
-        trainer = self.module.trainer
-        loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
-        several = isinstance(loaders, (list, tuple)) and len(loaders) > 1
-        if several and entry.options.get("add_dataloader_idx", True):
+        loaders, sequential = lightning_private.evaluation_loaders(self.module.trainer)
+        if sequential and len(loaders) > 1 and entry.options.get("add_dataloader_idx", True):
             return f"{name}/dataloader_idx_{loader_index}"
         return name
 
@@ -96,5 +95,6 @@ class Evaluation:
             payload = add_up(layout.pack(self.totals), self.device)
             for name, value, weight, options in layout.unpack(payload, self.totals, self.device):
                 kept = {key: value for key, value in options.items() if key in ("prog_bar", "logger", "reduce_fx")}
+                kept["add_dataloader_idx"] = False  # the name has it
                 self.recorder.replay(name, value, kept, weight)
         self.totals.clear()

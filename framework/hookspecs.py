@@ -248,8 +248,9 @@ class ModelSpecs:
 
     @hookspec(firstresult=True)
     def shard_iterable(self, dataset: Any, plan: RunPlan, data_rank: int) -> Any:
-        """Return an iterable dataset that yields only the samples of `data_rank`.
+        """Return an iterable dataset that yields only the samples of `data_rank`; None = all, where there is one.
 
+        With an attribute `whole_steps` that is true, training leaves out what doesn't fill an optimizer step.
         Samples are pairs of their number in the stream and the sample, to be passed on as they are: take them by
         iterating over `dataset`.
         """

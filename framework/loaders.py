@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer as LightningTrainer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from framework import counter
 from framework.adapters import lightning_private
 from framework.errors import UsageError
-from framework.ledger.numbering import Blocks, Collate, NumberedSamples, NumberedStream, Packed, Tray
+from framework.ledger.numbering import Asked, Blocks, Collate, NumberedSamples, NumberedStream, Tray
 from framework.plan import RunPlan
-from framework.randomness import random_numbers, seed, set_states, states
+from framework.randomness import random_numbers, set_states, states
+from framework.window import batch_size
 
 if TYPE_CHECKING:
     from framework.data import BatchPlan
@@ -101,20 +103,17 @@ class Loader(DataLoader[Any]):
         self._where = where
         self.position = _Position(where)
         # what really reads: users look at `dataset` and `collate_fn` of this loader and find their own
-        self._reader: DataLoader[Any] = self
-        if where.train:
-            packed: Any = Packed(batches)  # torch asks for lists of anything
-            numbered = {"dataset": NumberedSamples(user.dataset), "collate_fn": Collate(user.collate_fn)}
-            self._reader = DataLoader(batch_sampler=packed, **_settings(user) | numbered)
+        numbered = {"dataset": NumberedSamples(user.dataset), "collate_fn": Collate(user.collate_fn)}
+        self._reader: Any = DataLoader(batch_sampler=_Asking(batches, where), **_settings(user) | numbered)
 
     def __iter__(self) -> Any:
         """Start at the position; random numbers of workers and of this process are seeded by it."""
         if self._where.train:
             self.batches.position = self.position.begin(self.batches.usable)
             lightning_private.expect_batches(self._where.trainer, len(self.batches))
-        make = self._reader.__iter__ if self.numbered else super().__iter__
-        rows = _iterate(self._reader, make, self._where, epoch=self.batches.position[0], first=self.batches.first())
-        return self.tray.unpack(rows) if self.numbered else rows
+        _same_on_all_ranks(self.batches)
+        rows = _iterate(self._reader, self._where, self.batches.position[0])
+        return self.tray.unpack(rows) if self.numbered else (row.batch for row in rows)
 
     @property
     def begun(self) -> bool:
@@ -145,6 +144,7 @@ class Loader(DataLoader[Any]):
             "seed": self.batches.seed,
             "size": self.batches.size,
             "order": self.batches.how,
+            "fingerprint": self.batches.fingerprint(),
             "global_batch_size": self._where.plan.batch.global_batch_size,
             "batches": _batches_before(self.batches, consumed),
         }
@@ -155,24 +155,69 @@ class Loader(DataLoader[Any]):
         Raises:
             UsageError: the dataset has another size, or the seed is another one: the order of samples would differ.
         """
-        for key, now, fix in (
-            ("size", self.batches.size, "use the same data"),
-            ("seed", self.batches.seed, f"type seed={state['seed']}"),
-            ("order", self.batches.how, "leave sampler.shuffle as it was"),
-        ):
-            if state[key] != now:
-                raise UsageError(
-                    f"The checkpoint was saved {state['consumed']} samples into epoch {state['epoch']} with {key} "
-                    f"{state[key]}, but this run has {key} {now}, so that epoch can't be gone on with: {fix}."
-                )
+        _check(state, "order", self.batches.how, "leave loader and sampler.shuffle as they were")
+        _check(state, "size", self.batches.size, "use the same data")
+        _check(state, "seed", self.batches.seed, f"type seed={state['seed']}")
         self.position.restore(state["epoch"], state["consumed"])
         self.batches.position = (state["epoch"], state["consumed"])
+        if state.get("fingerprint", now := self.batches.fingerprint()) != now:
+            raise UsageError(
+                f"The loader's sampler gives another order for epoch {state['epoch']} than in the run that saved, "
+                f"{state['consumed']} samples into it: use the same sampler with the same settings, and let it draw "
+                "with torch's, NumPy's or Python's random numbers, which follow from seed and epoch, or by set_epoch."
+            )
         lightning_private.move_to_batch(
             self._where.trainer,
             saved=state["batches"],
             now=_batches_before(self.batches, state["consumed"]),
             length=len(self.batches),
         )
+
+
+def _check(state: Mapping[str, Any], key: str, now: Any, fix: str) -> None:
+    """UsageError if a saved position belongs to another order of samples; `fix` says what to type."""
+    if state[key] != now:
+        raise UsageError(
+            f"The checkpoint was saved {state['consumed']} samples into epoch {state['epoch']} with {key} "
+            f"{state[key]}, but this run has {key} {now}, so that epoch can't be gone on with: {fix}."
+        )
+
+
+class _Asking(Sampler[Any]):
+    """The batches of a `BatchPlan`, with what the random numbers of their samples follow from."""
+
+    def __init__(self, batches: BatchPlan, where: Where) -> None:
+        self.batches = batches
+        self._key = ("sample", where.plan.seed, "train" if where.train else "evaluation")
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, key = self.batches, counter.derive(*self._key, self.batches.position[0])
+        numbers = range(batches.first(), len(batches))  # the position is read now
+        return (Asked(key, batches.origin(number), batches.packed(number)) for number in numbers)
+
+
+def _same_on_all_ranks(batches: BatchPlan) -> None:
+    """UsageError on all ranks if their datasets have different sizes, or a user's sampler different orders."""
+    mine = (f"{batches.size} samples", batches.how, batches.fingerprint())
+    for rank, theirs in enumerate(everyones := _gathered(mine)):
+        if theirs != everyones[0]:
+            what = f"{theirs[0]}, and {everyones[0][0]} on rank 0" if theirs[0] != everyones[0][0] else "another order"
+            raise UsageError(
+                f"The data of rank {rank} has {what}: give all ranks the same dataset and sampler, which the framework "
+                "shares out; what a sampler draws with torch's, NumPy's or Python's random numbers is alike."
+            )
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """Return what each rank has; collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones
 
 
 def _batches_before(batches: BatchPlan, consumed: int) -> int:
@@ -189,18 +234,19 @@ def _batches_before(batches: BatchPlan, consumed: int) -> int:
 class StreamLoader(DataLoader[Any]):
     """The user's loader of an iterable dataset, with this data rank's samples. Has no length.
 
-    Ranks may have different numbers of batches; before each batch they agree whether to go on. Training ends an epoch
-    when the first rank runs out: the others' rest is left out. Evaluation goes on until all have run out: a rank that
-    has nothing left repeats its last batch as a filler.
+    Ranks may have different numbers of batches; before each batch they agree whether to go on. An epoch ends when the
+    last rank has run out, so that the same samples are read under every mix: a rank that has nothing left runs a
+    filler, which doesn't count. With a pipeline, which takes batches of one size only, it ends when the first rank has
+    no whole batch left, and with sampler.drop_last=true when no whole optimizer step is left.
 
     A resumed run reads and drops what was consumed: exact, but it takes the time of reading.
 
     Args:
         user: what the user built.
         dataset: its samples that this rank reads.
-        batch_size: of one rank; None = the dataset yields batches.
+        batch_size: of one rank; None = the dataset yields batches, and one of these is what is counted.
         where: in the run.
-        stream: what `dataset` is made of, if samples come with their numbers (`framework.ledger.numbering`).
+        stream: what `dataset` is made of.
     """
 
     def __init__(
@@ -209,23 +255,25 @@ class StreamLoader(DataLoader[Any]):
         dataset: IterableDataset[Any],
         batch_size: int | None,
         where: Where,
-        stream: NumberedStream | None = None,
+        stream: NumberedStream,
     ) -> None:
-        settings = _settings(user)
-        # a pipeline takes batches of one size only
-        drop_last = batch_size is not None and where.plan.mesh.pp > 1
+        settings, batch = _settings(user), where.plan.batch
+        whole_steps = where.train and getattr(dataset, "whole_steps", False)
+        self._drop = where.train and (whole_steps or where.plan.mesh.pp > 1)
+        self._ahead = batch.accumulation if whole_steps else 1
+        drop_last = batch_size is not None and (self._drop or where.plan.mesh.pp > 1)
         super().__init__(batch_size=batch_size, drop_last=drop_last, **settings)
-        if stream is not None and batch_size is not None:
-            dataset = Blocks(dataset, batch_size)
-            settings["collate_fn"] = Collate(user.collate_fn, stream.key)
-        settings["dataset"] = dataset
+        settings["collate_fn"] = Collate(user.collate_fn, stream, batch_size is None)
+        settings["dataset"] = Blocks(dataset, batch_size or 1)
         self._reader: DataLoader[Any] = DataLoader(batch_size=batch_size, drop_last=drop_last, **settings)
         self._stream = stream
-        self.numbered = stream is not None and where.train
+        self.own_batches = batch_size is None
+        self.numbered = where.train
         self.tray = Tray()
         self._where = where
         self.position = _Position(where)
-        self._real: list[bool] = []
+        self._real: list[int] = []
+        self._step = batch.accumulation * batch.data_ranks * (1 if self.own_batches else batch.local_batch_size)
 
     def __len__(self) -> int:
         """There is none (TypeError): what ranks agree on while reading decides."""
@@ -234,37 +282,59 @@ class StreamLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         """Start at the position."""
         epoch, consumed = self.position.begin(float("inf")) if self._where.train else (0, 0)
-        batch = self._where.plan.batch
-        skip = consumed // (batch.local_batch_size * batch.data_ranks)
-        self._real = [True] * skip
-        reader = self._reader
-        if self._stream is not None:
-            self._stream.epoch.fill_(epoch)
-        rows = _iterate(reader, reader.__iter__, self._where, epoch=epoch, first=0, shared=True)
-        for _ in range(skip):
-            next(rows, _END)
-        rows = self._in_step(rows)
-        if self._stream is None:
-            return rows
+        self._real = [1] * self._batches(consumed)
+        self._stream.begin(epoch, consumed)
+        rows = self._in_step(_iterate(self._reader, self._where, epoch, shared=True), consumed)
         return self.tray.unpack(rows) if self.numbered else (row.batch for row in rows)
 
-    def _in_step(self, rows: Iterator[Any]) -> Generator[Any, None, None]:
-        agree = self._where.trainer.strategy.reduce_boolean_decision
-        alone = self._where.plan.world_size == 1
-        last: Any = _END
+    def _batches(self, consumed: int) -> int:
+        """Return how many batches of a rank lie before a position; one inside of a step counts as the step's start."""
+        return consumed // self._step * self._where.plan.batch.accumulation
+
+    def _in_step(self, rows: Iterator[Any], consumed: int) -> Generator[Any, None, None]:
+        several = self._where.plan.world_size > 1
+        agree: Callable[..., bool] = self._where.trainer.strategy.reduce_boolean_decision if several else _alone
+        last: Any = None
+        first = True
         while True:
-            row = next(rows, _END)
-            have = row is not _END
-            if not (have if alone else agree(have, all=self._where.train)):
-                return
-            if not have and last is _END:
-                raise UsageError(
-                    "The iterable dataset has fewer batches than there are data ranks "
-                    f"({self._where.plan.batch.data_ranks}): give it more samples, or use fewer ranks."
-                )
-            last = row if have else last
-            self._real.append(have)
-            yield last
+            ready = list(islice(rows, self._ahead))
+            have = len(ready) == self._ahead
+            if first:
+                self._check_first(ready[0] if ready else None)
+            if not agree(have, all=True):
+                if self._drop or not agree(have, all=False):
+                    break
+                if agree(not ready and last is None, all=False):  # a rank has had nothing yet that it could run
+                    last = next(row for row in _gathered(ready[0] if ready else last) if row is not None)
+            for row in ready or [last]:
+                last = row
+                self._real.append(0 if not ready else 1 if self.own_batches else len(row.numbers) // 8)
+                yield row
+            first = False
+        if first and not consumed and self._where.train:
+            plan = self._where.plan
+            raise UsageError(
+                f"The training stream has too few samples for an optimizer step of {plan.world_size} ranks "
+                f"({plan.batch.data_ranks} data ranks) at global_batch_size={plan.batch.global_batch_size}."
+            )
+
+    def _check_first(self, row: Any) -> None:
+        """All ranks read the same stream, and it makes batches of the plan's size."""
+        firsts = _gathered(int(self._stream.first))
+        if other := next((rank for rank, first in enumerate(firsts) if first != firsts[0]), None):
+            raise UsageError(
+                f"The stream begins with another sample on rank {other} than on rank 0, but the framework shares it "
+                "out: let every rank yield all of it, in the same order (random numbers of torch, NumPy and Python are "
+                "alike on all ranks)."
+            )
+        plan, size = self._where.plan, 0 if row is None or not self.own_batches else batch_size(row.batch, 0)
+        if self._where.train and size not in (0, plan.batch.local_batch_size):
+            raise UsageError(
+                f"The training stream yields batches of {size} samples, but global_batch_size="
+                f"{plan.batch.global_batch_size} over {plan.batch.data_ranks} data ranks and {plan.batch.accumulation} "
+                f"batches an optimizer step makes them {plan.batch.local_batch_size}: type global_batch_size="
+                f"{size * plan.batch.data_ranks * plan.batch.accumulation}."
+            )
 
     @property
     def begun(self) -> bool:
@@ -278,33 +348,47 @@ class StreamLoader(DataLoader[Any]):
     def began(self, step: int) -> tuple[int, int]:
         """Return the epoch of optimizer step `step`, the last one, and the samples of it consumed before."""
         base = self.position.base
-        return base.epoch, base.consumed + (step - 1 - base.steps) * self._where.plan.batch.global_batch_size
+        return base.epoch, base.consumed + (step - 1 - base.steps) * self._step
 
     def real(self, batch: int) -> int:
-        """Return 1 if batch number `batch` counts, 0 if it is a filler."""
-        return int(self._real[batch])
+        """Return how many samples of batch number `batch` count, 1 if nobody knows; 0 = it is a filler."""
+        return self._real[batch]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position; the same on all ranks."""
-        plan = self._where.plan
-        consumed = self.position.base.consumed + self.position.steps * plan.batch.global_batch_size
+        consumed = self.position.base.consumed + self.position.steps * self._step
         return {
             "epoch": self.position.base.epoch,
             "consumed": consumed,
-            "seed": plan.seed,
-            "batches": consumed // (plan.batch.local_batch_size * plan.batch.data_ranks),
+            "seed": self._where.plan.seed,
+            "order": self._how,
+            "batches": self._batches(consumed),
             "epoch_done": lightning_private.at_last_batch(self._where.trainer),
         }
 
+    @property
+    def _how(self) -> str:
+        return "stream of batches" if self.own_batches else "stream"
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position, whatever mix saved it, and tell Lightning where in the epoch that is."""
+        """Go on from a saved position, whatever mix saved it, and tell Lightning where in the epoch that is.
+
+        Raises:
+            UsageError: it was no stream, or was read under another seed.
+        """
+        _check({"order": "stream", **state}, "order", self._how, "use the same kind of loader")
+        _check(state, "seed", self._where.plan.seed, f"type seed={state['seed']}")
         if state["epoch_done"]:
             self.position.restore(state["epoch"] + 1, 0)
             return
         self.position.restore(state["epoch"], state["consumed"])
-        batch = self._where.plan.batch
-        now = state["consumed"] // (batch.local_batch_size * batch.data_ranks)
+        now = self._batches(state["consumed"])
         lightning_private.move_to_batch(self._where.trainer, saved=state["batches"], now=now, length=None)
+
+
+def _alone(decision: bool, all: bool) -> bool:
+    """What one rank agrees on with itself."""
+    return decision
 
 
 def _settings(user: DataLoader[Any]) -> dict[str, Any]:
@@ -339,54 +423,35 @@ class _WorkerInit:
             self.user(worker)
 
 
-def _iterate(
-    loader: DataLoader[Any],
-    make: Callable[[], Iterator[Any]],
-    where: Where,
-    *,
-    epoch: int,
-    first: int,
-    shared: bool = False,
-) -> Iterator[Any]:
-    """Make an iterator whose random numbers depend on (seed, epoch, data rank) and, without workers, on the batch.
+def _iterate(loader: DataLoader[Any], where: Where, epoch: int, *, shared: bool = False) -> Iterator[Any]:
+    """Make an iterator whose random numbers don't depend on what else the process has drawn.
 
     Args:
         loader: whose workers are to be seeded.
-        make: its iterator.
         where: in the run.
         epoch: of training; evaluation always draws as in epoch 0.
-        first: number of the first batch.
         shared: all data ranks draw the same (a stream that is shuffled must be shuffled alike before it is shared out).
     """
     key = (where.plan.seed, "train" if where.train else "evaluation", epoch, -1 if shared else where.data_rank)
     loader.generator = torch.Generator().manual_seed(counter.derive("workers", *key) >> 1)
     if loader.num_workers > 0:
-        return make()
+        return iter(loader)
     if shared:
-        return _continued(make, counter.derive("stream", *key))
-    return _seeded(make(), key, first, seeded if where.train else random_numbers)
+        return _continued(loader.__iter__, counter.derive("stream", *key))
+    return iter(loader) if where.train else _aside(iter(loader))  # each training step seeds its own
 
 
-def _seeded(
-    rows: Iterator[Any], key: tuple[int | str, ...], number: int, around: Callable[[int], AbstractContextManager[None]]
-) -> Generator[Any, None, None]:
-    """Yield batches of a map-style dataset, each read under random numbers of its own, in this process.
-
-    Ranks of one data rank read the same batch, whatever else each of them has drawn (dropout, say).
-
-    Args:
-        rows: the batches.
-        key: of the iteration.
-        number: of the first batch.
-        around: seeds the generators, and may put them back.
-    """
+def _aside(rows: Iterator[Any]) -> Generator[Any, None, None]:
+    """Yield batches that are read in this process, and leave its random numbers as they are."""
     while True:
-        with around(counter.derive("batch", *key, number)):
+        kept = states()
+        try:
             row = next(rows, _END)
+        finally:
+            set_states(kept)
         if row is _END:
             return
         yield row
-        number += 1
 
 
 def _continued(make: Callable[[], Iterator[Any]], key: int) -> Generator[Any, None, None]:
@@ -405,9 +470,3 @@ def _continued(make: Callable[[], Iterator[Any]], key: int) -> Generator[Any, No
         if row is _END:
             return
         yield row
-
-
-def seeded(key: int) -> AbstractContextManager[None]:
-    """Seed Python's, NumPy's and torch's CPU generators; enough in training, where each step seeds its own."""
-    seed(key)
-    return nullcontext()

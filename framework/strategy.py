@@ -289,7 +289,8 @@ class MeshStrategy(MeshCollectives):
         if self.loaders is not None:
             self.loaders.begin(batch_idx)
             if (masks := self.parts[0].masks) is not None:
-                masks.begin(step, self.loaders.numbers(batch_idx)[: batch_size(batch)])
+                places = self.loaders.numbers(batch_idx)
+                masks.begin(step, places[: batch_size(batch, len(places))])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-step: the module's `training_step`, then the agreement of all ranks on its outcome."""
@@ -300,7 +301,7 @@ class MeshStrategy(MeshCollectives):
                 return self.pipeline.training_step(self.window, self._precision, *args, **kwargs)
             with self.window.recorder.recording() as entries:
                 output = self._run("training_step", *args, **kwargs)
-            real = self.loaders is None or self.loaders.is_real(self._module.trainer, self._batch_index)
+            real = 1 if self.loaders is None else self.loaders.real(self._module.trainer, self._batch_index)
             stop = preemption.requested()
             if self._module.automatic_optimization:
                 return self.window.close_micro_step(output, entries, args[0], real, stop)

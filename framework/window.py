@@ -33,12 +33,12 @@ from framework.precision import local
 from framework.step_agreement import Step, agree
 
 
-def batch_size(batch: Any) -> int:
-    """Return dim 0 of the first tensor of a batch, or the length of the first list; 1 if there is neither."""
+def batch_size(batch: Any, otherwise: int = 1) -> int:
+    """Return dim 0 of the first tensor of a batch, `otherwise` if there is none (text, a class of the user's own)."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.size(0)
-    return 1
+    return otherwise
 
 
 def micro_slices(size: int, pieces: int) -> list[slice]:
@@ -47,8 +47,11 @@ def micro_slices(size: int, pieces: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-def read_output(output: Any, batch: Any) -> tuple[Tensor | None, Scalar, bool]:
-    """Return loss, weight and whether the module gave the weight, from what `training_step` returned."""
+def read_output(output: Any, batch: Any, samples: int = 1) -> tuple[Tensor | None, Scalar, bool]:
+    """Return loss, weight and whether the module gave the weight, from what `training_step` returned.
+
+    Where neither module nor tensors of the batch say it, the weight is the number of `samples` that the loader read.
+    """
     if isinstance(output, Mapping):
         loss, weight = output.get("loss"), output.get("weight")
     else:
@@ -64,7 +67,7 @@ def read_output(output: Any, batch: Any) -> tuple[Tensor | None, Scalar, bool]:
             "has a piece; leave that term to the optimizer (weight_decay), or type strategy=ddp."
         )
     if weight is None:
-        return loss, float(batch_size(batch)), False
+        return loss, float(batch_size(batch, samples)), False
     # float64: an integer count divided by a float would be float32, and weigh gradients of an fp64 run by 1e-8 too much
     return loss, weight.detach().double() if isinstance(weight, Tensor) else float(weight), True
 
@@ -117,12 +120,17 @@ class Window:
         finally:
             self.last = True
 
-    def close_micro_step(self, output: Any, entries: Mapping[str, Entry], batch: Any, real: bool, stop: bool) -> Any:
+    def close_micro_step(self, output: Any, entries: Mapping[str, Entry], batch: Any, real: int, stop: bool) -> Any:
         """Agree with all ranks on one micro-step; return what Lightning shall see as the output of `training_step`.
 
-        A batch that isn't `real` is a filler: this rank has no samples left but has to take part in the collectives.
+        Args:
+            output: of the module's `training_step`.
+            entries: what it logged.
+            batch: what it got.
+            real: samples of it that count. 0 = a filler: this rank has none left but has to take part in collectives.
+            stop: whether this rank wants to stop.
         """
-        loss, weight, weighted = read_output(output, batch)
+        loss, weight, weighted = read_output(output, batch, real)
         self.totals.add(entries if real else {}, weight)
         self._weight, value = self.totals.settle(weight if real else 0.0, math.nan if loss is None else loss)
         step = self.agree(None if loss is None else value, self._weight, weighted, stop)
@@ -132,9 +140,9 @@ class Window:
             return {"loss": torch.zeros((), device=self.device, requires_grad=True)}
         return output
 
-    def close_manual_step(self, output: Any, entries: Mapping[str, Entry], batch: Any, real: bool, stop: bool) -> Any:
+    def close_manual_step(self, output: Any, entries: Mapping[str, Entry], batch: Any, real: int, stop: bool) -> Any:
         """As `close_micro_step` where the module has made its optimizer steps itself: what it logged becomes global."""
-        weight = float(batch_size(batch))
+        weight = float(batch_size(batch, real))
         self.totals.add(entries if real else {}, weight)
         self.totals.settle()
         self.agree(0.0, 0.0, False, stop)

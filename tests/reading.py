@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from framework.plan import RunPlan
 from framework.trainer import Trainer
@@ -39,6 +40,44 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return ({"id": torch.tensor(index)} for index in range(self.size))
 
 
+class Halved(Stream):
+    """A stream that each rank of the world yields a part of, as some libraries do."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        return ({"id": torch.tensor(index)} for index in range(rank, self.size, ranks))
+
+
+class Uneven(Ids):
+    """A dataset that is larger on rank 1."""
+
+    def __len__(self) -> int:
+        return self.size + dist.get_rank()
+
+
+class Unseeded(Sampler[int]):
+    """Another order on each rank."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8) if dist.get_rank() else range(7, -1, -1))
+
+
+@dataclass
+class Rows:
+    """A batch without a tensor that containers would show."""
+
+    id: Tensor
+
+    def __getitem__(self, key: str) -> Tensor:
+        value: Tensor = getattr(self, key)
+        return value
+
+
+def rows(samples: list[dict[str, Tensor]]) -> Rows:
+    """Collate into `Rows`."""
+    return Rows(torch.stack([sample["id"] for sample in samples]))
+
+
 class Reader(LightningModule):
     """The gradient of sample i is i; only sample 0 is "correct"."""
 
@@ -62,6 +101,20 @@ class Planner(Reader):
     def configure_optimizers(self) -> Any:
         assert self.trainer.estimated_stepping_batches == 6
         return super().configure_optimizers()
+
+
+class Several(Reader):
+    """Validates on several loaders."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
+        self.log("mean", batch["id"].double().mean())
+
+
+class SideBySide(Reader):
+    """Validates on a batch of each loader at a time."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", batch["b"]["id"].double().mean())
 
 
 class SplitReader(Reader):
@@ -109,7 +162,7 @@ class Watch(Callback):
         self.batches = 0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.strategy.loaders.is_real(trainer, batch_idx):
+        if trainer.strategy.loaders.real(trainer, batch_idx):
             self.notes.read.append(batch["id"].tolist())
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -152,3 +205,14 @@ def validate(plan: RunPlan, make: Callable[[], DataLoader[Any]]) -> Notes:
     trainer.validate(Reader(), make(), verbose=False)
     watch.notes.accuracy = trainer.callback_metrics["accuracy"].item()
     return watch.notes
+
+
+def validate_several(
+    plan: RunPlan, make: Callable[[], Any], module: type[Reader], first: Callable[[], Any] | None = None
+) -> dict[str, float]:
+    """Validate on what `make` returns, after a fit that has validated on `first`; return what was logged."""
+    trainer, model = Trainer(plan), module()
+    if first is not None:
+        trainer.fit(model, first(), first())
+    trainer.validate(model, make(), verbose=False)
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}

@@ -198,6 +198,12 @@ def count_batches(trainer: Any) -> None:
     loop.on_run_end = on_run_end
 
 
+def goes_on_within_an_epoch(trainer: Any) -> bool:
+    """Return whether a fit that begins was restored from a checkpoint of the middle of an epoch."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(trainer.ckpt_path and progress.current.ready and not progress.is_last_batch)
+
+
 def at_last_batch(trainer: Any) -> bool:
     """Return whether the batch that is trained (or was trained last) is the last of its epoch."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
@@ -277,6 +283,15 @@ def _settle(loop: Any) -> None:
             progress.completed = progress.ready - 1
         loop.epoch_loop._batches_that_stepped -= 1
         loop.restarting = True
+
+
+def evaluation_loaders(trainer: Any) -> tuple[list[Any], bool]:
+    """Return the loaders of the running evaluation, and whether they are read one after the other.
+
+    The public `val_dataloaders` are those of the last fit, also in a `validate` after it.
+    """
+    combined = trainer._evaluation_loop._combined_loader
+    return combined.flattened, combined._mode == "sequential"
 
 
 def loader_source(trainer: Any) -> Any:

@@ -12,11 +12,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from framework.checkpoint_files import newest_complete
 from framework.errors import UsageError
 from framework.ledger.chain import digests, link
 
 FOLDER = "ledger"
 FORMAT = 1
+HEAD = ("time", "data_ranks", "step", "chain", "from", "order", "seed", "size", "usable")
+"""What the first line of a file must have."""
 ORDERED = ("shuffled", "in order", "stream")
 """Orders that can be computed again and compared with what was read."""
 
@@ -110,9 +113,14 @@ def read(run_dir: Path) -> list[Segment]:
     segments: dict[str, Segment] = {}
     for path in files:
         name, _, rank = path.stem.rpartition("-")
+        if not name or not rank.isdecimal():
+            raise UsageError(f"{path} is no <run>-<attempt>-<data rank>.jsonl, as a ledger's files are: move it away.")
         segment = segments.setdefault(name, Segment(name, run_dir))
         _read_file(path, int(rank), segment)
-    return sorted((one for one in segments.values() if one.heads), key=lambda one: float(one.head["time"]))
+    found = [one for one in segments.values() if one.heads]
+    if not found:
+        raise UsageError(f"{run_dir} has no ledger: no file in {folder} has a whole line.")
+    return sorted(found, key=lambda one: float(one.head["time"]))
 
 
 def _read_file(path: Path, rank: int, segment: Segment) -> None:
@@ -123,6 +131,8 @@ def _read_file(path: Path, rank: int, segment: Segment) -> None:
             if number == 1:
                 if row["format"] > FORMAT:
                     raise UsageError(f"{path} has format {row['format']}, newer than this version's {FORMAT}.")
+                for key in HEAD:
+                    row[key]  # a KeyError says which one is missing
                 segment.heads[rank] = row
                 segment.records[rank] = {}
                 continue
@@ -131,6 +141,8 @@ def _read_file(path: Path, rank: int, segment: Segment) -> None:
             if len(samples) != 8 * sum(map(len, places)):
                 raise ValueError(f"{len(samples)} bytes of samples for {sum(map(len, places))} places")
             record = Record(row["step"], row["epoch"], row["at"], places, samples, row["chain"])
+            if record.step in segment.records[rank]:
+                raise ValueError(f"step {record.step} is there twice")
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"Line {number} of {path} can't be read: {error!r}.") from None
         segment.records[rank][record.step] = record
@@ -188,6 +200,14 @@ def _no_beginning(segment: Segment) -> str:
 
 def check(story: History) -> Iterator[Finding]:
     """Yield what is wrong with a history, in the order of its steps."""
+    tip = story.segments[-1]
+    newest = newest_complete(story.run_dir)
+    # the ledger is on the disk before a checkpoint is
+    if newest is not None and newest.saved >= float(tip.head["time"]) and newest.step > (last := _last(story)):
+        yield Finding(
+            last + 1, f"the ledger of attempt {tip.name} ends at step {last}, but {newest.path} was saved at step "
+            f"{newest.step}: what was trained in between isn't proven"
+        )  # fmt: skip
     expected: str | None = story.segments[0].head["chain"]
     orders: dict[tuple[Any, ...], Sequence[int]] = {}
     epochs: dict[int, Counter[int]] = {}
@@ -225,6 +245,10 @@ def check(story: History) -> Iterator[Finding]:
             lost = [number for number in range(segment.head["size"]) if not seen[number]]
             if lost:
                 yield Finding(step, f"epoch {first.epoch} is over, and sample {lost[0]} was never trained")
+
+
+def _last(story: History) -> int:
+    return story.steps[-1][1] if story.steps else int(story.segments[-1].head["step"])
 
 
 def _total(written: dict[int, Record]) -> list[float]:

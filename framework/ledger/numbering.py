@@ -13,9 +13,11 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain, islice
+from typing import Any, NamedTuple
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
@@ -23,9 +25,6 @@ from torch.utils.data import Dataset, IterableDataset
 from framework import counter
 from framework.adapters import torch_private
 from framework.randomness import random_numbers, seed
-
-if TYPE_CHECKING:
-    from framework.data import BatchPlan
 
 
 class Numbered(NamedTuple):
@@ -35,21 +34,18 @@ class Numbered(NamedTuple):
     batch: Any
 
 
-class Packed:
-    """The batches of a `BatchPlan` as arrays.
+class Asked(NamedTuple):
+    """A batch to be read.
 
-    Args:
-        batches: the plan; its position is read when an iteration begins.
+    Attributes:
+        key: of the random numbers that samples of this epoch are drawn with.
+        place: number of the first sample among those of the epoch, over all ranks.
+        indices: of the samples in the dataset.
     """
 
-    def __init__(self, batches: BatchPlan) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[array[int]]:
-        return map(self.batches.packed, range(self.batches.first(), len(self.batches)))
+    key: int
+    place: int
+    indices: array[int]
 
 
 class Together(NamedTuple):
@@ -77,15 +73,31 @@ class _Around:
 
 
 class NumberedSamples(_Around, Dataset[Any]):
-    """A map-style dataset whose batches come with the indices of their samples."""
+    """A map-style dataset whose batches come with the indices of their samples.
+
+    Each sample is read under random numbers of its own, which follow from its place in the epoch: neither ranks nor
+    workers nor a restart change how it is augmented. A dataset that reads batches (`__getitems__`) is seeded once a
+    batch, and what `collate_fn` draws follows from the batch's last sample.
+    """
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, indices: array[int]) -> Together:
+    def __getitems__(self, asked: Asked) -> Together:
         """Return the samples of one batch; torch's fetcher does the same where there is no such method."""
-        together = getattr(self.dataset, "__getitems__", None)
-        return Together(indices, together(list(indices)) if together else [self.dataset[index] for index in indices])
+        indices = asked.indices
+        if together := getattr(self.dataset, "__getitems__", None):
+            seed(counter.at(asked.key, asked.place))
+            return Together(indices, together(list(indices)))
+        return Together(indices, [self._read(index, asked, number) for number, index in enumerate(indices)])
+
+    def _read(self, index: Any, asked: Asked, number: int) -> Any:
+        seed(counter.at(asked.key, asked.place + number))
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            error.add_note(f"Sample {index} of {type(self.dataset).__name__} was being read.")
+            raise
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -99,20 +111,50 @@ class NumberedStream(_Around, IterableDataset[Any]):
         key: seed of the run and kind of loader.
 
     Attributes:
-        epoch: that the next iteration is of; written by the loader into memory that workers share, as some live on.
+        shared: memory that workers share, as some live on: the epoch that the next iteration is of, how many samples
+            it leaves out, and a checksum of the stream's first sample, written when it was read.
     """
 
     key: tuple[int, str]
-    epoch: Tensor
+    shared: Tensor
 
     def __init__(self, dataset: Any, key: tuple[int, str]) -> None:
-        epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        super().__init__(dataset, key=key, epoch=epoch)
+        shared = torch.zeros(3, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        super().__init__(dataset, key=key, shared=shared)
+
+    def begin(self, epoch: int, consumed: int) -> None:
+        """Have the next iteration be of an epoch, and start behind so many of its samples."""
+        self.shared.copy_(torch.tensor([epoch, consumed, 0]))
+
+    @property
+    def epoch(self) -> int:
+        """Of the running iteration."""
+        return int(self.shared[0])
+
+    @property
+    def first(self) -> int:
+        """Checksum of the first sample; 0 = there is none, or it wasn't read yet."""
+        return int(self.shared[2])
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         if torch_private.take_worker() is not None:  # in the main process the loader sees to it
-            seed(counter.derive("stream", *self.key, int(self.epoch), -1))
-        return zip(count(), self.dataset, strict=False)
+            seed(counter.derive("stream", *self.key, self.epoch, -1))
+        start, rows = int(self.shared[1]), enumerate(self.dataset)
+        first = list(islice(rows, 1))
+        if first:
+            self.shared[2] = checksum(first[0][1])
+        return islice(chain(first, rows), start, None)
+
+
+def checksum(sample: Any) -> int:
+    """Return a number from what a sample holds: values of tensors and arrays, numbers and text; else its types."""
+    found = 0
+    for leaf in torch_private.tree_leaves(sample):
+        value = leaf.numpy(force=True) if isinstance(leaf, Tensor) and leaf.dtype != torch.bfloat16 else leaf
+        plain = isinstance(value, (str, bytes, int, float))
+        known = value.tobytes() if isinstance(value, np.ndarray) else repr(value if plain else type(value)).encode()
+        found = crc32(known, found)
+    return found
 
 
 class Blocks(_Around, IterableDataset[Any]):
@@ -133,19 +175,24 @@ class Collate:
 
     Args:
         user: the function.
-        key: of random numbers for it, with the first sample's number; None = those of the process.
+        stream: random numbers for it follow from its epoch and the first sample's number; None = those of the process.
+        alone: it gets one row, not a list of them: the stream yields batches.
     """
 
-    def __init__(self, user: Callable[[Any], Any], key: tuple[int, str] | None = None) -> None:
+    def __init__(self, user: Callable[[Any], Any], stream: NumberedStream | None = None, alone: bool = False) -> None:
         self.user = user
-        self.key = key
+        self.stream = stream
+        self.alone = alone
 
-    def __call__(self, rows: Together | list[tuple[int, Any]]) -> Numbered:
-        if not isinstance(rows, Together):
+    def __call__(self, rows: Any) -> Numbered:
+        if self.alone:
+            rows = Together(array("q", [rows[0]]), rows[1])
+        elif not isinstance(rows, Together):
             rows = Together(array("q", [row[0] for row in rows]), [row[1] for row in rows])
-        if self.key is None:
+        stream = self.stream
+        if stream is None:
             return Numbered(rows.numbers.tobytes(), self.user(rows.samples))
-        with random_numbers(counter.derive("collate", *self.key, rows.numbers[0])):
+        with random_numbers(counter.derive("collate", *stream.key, stream.epoch, rows.numbers[0])):
             return Numbered(rows.numbers.tobytes(), self.user(rows.samples))
 
 

@@ -57,7 +57,7 @@ def double(batch: list[Any]) -> Any:
 
 def note_worker(worker: int) -> None:
     """Leave a mark in a worker."""
-    random.seed = None  # type: ignore[assignment]
+    random.noted = worker  # type: ignore[attr-defined]
 
 
 SET: dict[str, Any] = {
@@ -70,7 +70,6 @@ SET: dict[str, Any] = {
     "prefetch_factor": 3,
     "persistent_workers": True,
     "pin_memory_device": "cuda",
-    "in_order": False,
 }
 """Arguments of a DataLoader that are the user's, with values that aren't torch's own."""
 
@@ -82,6 +81,7 @@ OURS = {
     "batch_sampler": "refused",
     "drop_last": "said where it isn't what happens",
     "generator": "follows from seed, epoch and data rank",
+    "in_order": "refused where it would say which samples make a step",
 }
 """Those that say which samples a rank reads, and why each isn't taken over."""
 
@@ -108,7 +108,7 @@ class InWorker(Ids):
     """The sample's index, and whether `note_worker` was called before."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"id": torch.tensor(index), "noted": torch.tensor(random.seed is None)}
+        return {"id": torch.tensor(index), "noted": torch.tensor(hasattr(random, "noted"))}
 
 
 def test_what_the_user_set_acts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
@@ -9,7 +10,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from framework import UsageError
 from framework.data import BatchPlan
+
+OWN = "own sampler"
+"""The order of a user's sampler, in words."""
 
 
 def split(samples: int, batch_size: int, ranks: int) -> list[tuple[int, int]]:
@@ -116,11 +121,32 @@ class ConsistentBatches(BatchPlan):
         return samples if isinstance(samples, array) else array("q", samples)
 
     def _samples(self, batch: int) -> Sequence[int]:
+        order = self._order()
+        start, low, high = self._bounds(batch)
+        return order[low:high] if high > low else order[start : start + 1]
+
+    def _order(self) -> Sequence[int]:
+        """Return the order of the epoch that the position is in; UsageError if it has another length than epoch 0."""
         epoch = self.position[0]
         if self._known is None or self._known[0] != epoch:
             self._known = (epoch, self.order(epoch))
-        start, low, high = self._bounds(batch)
-        return self._known[1][low:high] if high > low else self._known[1][start : start + 1]
+            if len(self._known[1]) != self.size:
+                raise UsageError(
+                    f"The sampler gives {len(self._known[1])} samples in epoch {epoch} and {self.size} in epoch 0, but "
+                    "positions and schedules need epochs of one length: give it the same number in each."
+                )
+        return self._known[1]
+
+    def origin(self, batch: int) -> int:
+        """See `BatchPlan`: the place in the epoch's order."""
+        _, low, _ = self._bounds(batch)
+        return low
+
+    def fingerprint(self) -> str:
+        """See `BatchPlan`: a hash of what the user's own sampler gave."""
+        if self.how != OWN:
+            return ""
+        return hashlib.sha256(array("q", self._order()).tobytes()).hexdigest()[:32]
 
     def real(self, batch: int) -> int:
         """See `BatchPlan`."""
@@ -140,14 +166,18 @@ class ConsistentBatches(BatchPlan):
 class Share(IterableDataset[Any]):
     """Every n-th sample of a stream.
 
-    With several workers torch gives each a copy of the stream, and a dataset that supports them yields a part of it in
-    each: then every n-th sample of that part is taken.
+    Args:
+        stream: all of it.
+        rank: number of the first sample that is taken.
+        ranks: n.
+        whole_steps: samples at the end that don't fill an optimizer step are left out (the loader does it).
     """
 
-    def __init__(self, stream: IterableDataset[Any], rank: int, ranks: int) -> None:
+    def __init__(self, stream: IterableDataset[Any], rank: int, ranks: int, whole_steps: bool = False) -> None:
         self.stream = stream
         self.rank = rank
         self.ranks = ranks
+        self.whole_steps = whole_steps
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.stream), self.rank, None, self.ranks)

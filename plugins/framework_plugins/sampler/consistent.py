@@ -76,11 +76,17 @@ class Consistent:
             UsageError: training would make no step at all.
         """
         from framework import counter
-        from framework_plugins.sampler.batches import ConsistentBatches
+        from framework_plugins.sampler.batches import OWN, ConsistentBatches
 
-        seed, size, how = plan.seed + self.seed, len(dataset), "own sampler"
+        seed, size, how = plan.seed + self.seed, len(dataset), OWN
         if order is not None:
             size = len(order(0))
+            asked = [f"sampler.{name}={value}" for name, value in (("shuffle", self.shuffle), ("seed", self.seed))]
+            if train and (self.shuffle or self.seed):
+                raise UsageError(
+                    f"{asked[0] if self.shuffle else asked[1]}, but the training loader has a sampler of its own, "
+                    "which gives the order: leave one of the two out."
+                )
         elif train and (shuffle if self.shuffle is None else self.shuffle):
             how = "shuffled"
 
@@ -127,4 +133,4 @@ class Consistent:
         """Return every n-th sample of a stream, n = data ranks."""
         from framework_plugins.sampler.batches import Share
 
-        return Share(dataset, data_rank, plan.mesh.data_ranks)
+        return Share(dataset, data_rank, plan.mesh.data_ranks, self.drop_last is True)
