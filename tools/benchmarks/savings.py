@@ -40,6 +40,7 @@ ROWS = {
     "selective": "activation=selective",
     "budget 0.4": "activation=selective activation.budget=0.4",
     "offload": "activation=offload activation.to=disk",
+    "bf16 state": "optimizer=adamw_bf16",
     "8-bit state": "optimizer=adamw8bit",
     "all and 8-bit state": f"trainer.accumulate_grad_batches={MICROS} precision=bf16-mixed activation=full "
     "optimizer=adamw8bit",
