@@ -168,7 +168,7 @@ class TracedStage(Stage):
         images: set[Tensor],
         before: Mapping[str, int],
     ) -> None:
-        super().__init__(cutting.root, view, None, None)
+        super().__init__(cutting.root, view)
         self.cutting = cutting
         self.index = index
         self.images = images

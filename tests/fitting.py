@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from user_modules import Probe, Seen, loader
 
 from framework.plan import RunPlan
@@ -17,7 +17,7 @@ from framework.trainer import Trainer
 def fit(
     plan: RunPlan,
     module: Callable[[], Any],
-    dataset: Dataset[Any],
+    data: Dataset[Any] | DataLoader[Any],
     *,
     callbacks: Sequence[Callback] = (),
     ckpt_path: str | None = None,
@@ -26,12 +26,12 @@ def fit(
     loss: str = "train_loss",
     tensors: bool = True,
 ) -> Seen:
-    """Train `module()` on `dataset`, in order, and return what the probe saw.
+    """Train `module()` on `data`, in order, and return what the probe saw.
 
     Args:
         plan: of the run; this process is one of its ranks.
         module: makes the LightningModule (`functools.partial(Scalar, w=1.0)`).
-        dataset: its samples are read in order.
+        data: its samples are read in order; or a loader of the test's own.
         callbacks: more callbacks.
         ckpt_path: resume from here.
         save_to: write a checkpoint here at the end.
@@ -44,7 +44,8 @@ def fit(
     trainer = Trainer(plan, callbacks=[*callbacks, probe])
     if logger is not None:
         trainer.loggers = [logger]
-    trainer.fit(module(), loader(dataset, plan.batch.local_batch_size), ckpt_path=ckpt_path)
+    batches = data if isinstance(data, DataLoader) else loader(data, plan.batch.local_batch_size)
+    trainer.fit(module(), batches, ckpt_path=ckpt_path)
     if save_to is not None:
         trainer.save_checkpoint(save_to)
     seen, precision = probe.seen, trainer.precision_plugin

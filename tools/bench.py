@@ -53,10 +53,11 @@ def main() -> None:
     pipelines.add_argument("--steps", type=int, default=12, help="steps that are measured")
     pipelines.add_argument("--forward-ms", type=float, default=10.0, help="of a sample on a rank; backward: twice that")
     savings = commands.add_parser(
-        "savings", help="accumulation, 16 bit, activation checkpointing: memory saved, and loss"
+        "savings", help="accumulation, 16 bit, fewer activations, 8-bit optimizer state: memory saved, and loss"
     )
     savings.add_argument("--steps", type=int, default=400, help="optimizer steps after which losses are compared")
     savings.add_argument("--seeds", type=int, default=3)
+    savings.add_argument("--rows", nargs="+", help="names of rows beside the baseline; default: all")
     start = commands.add_parser("start", help="from the command to the first step, and from kill -9 to the next one")
     start.add_argument("--rounds", type=int, default=3)
     ledger = commands.add_parser("ledger", help="what always writing down the trained samples costs a step")
@@ -120,7 +121,7 @@ def measure(arguments: argparse.Namespace) -> tuple[Any, Any]:
     if arguments.command == "savings":
         from benchmarks import savings
 
-        report = savings.measure(arguments.steps, arguments.seeds)
+        report = savings.measure(arguments.steps, arguments.seeds, arguments.rows)
         return report, savings.table(report)
     if arguments.command == "checkpoint":
         from benchmarks import checkpoint, tiers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
@@ -70,3 +71,29 @@ def is_weight(tensor: Tensor, inputs: Collection[Any]) -> bool:
 
 _NODES = 32
 """That lie between a weight and what is made of it, at most; what has more behind it is taken for an activation."""
+
+
+def memory_tracker() -> Any:
+    """Return torch's tracker of live tensors by category, for `tools/bench.py savings`; it slows a step down.
+
+    What is mapped from files isn't among them, as the system takes its memory back when it needs it: `most_mapped` are
+    the most bytes of that at once.
+    """
+    from torch.distributed._tools.common_utils import get_untyped_storages
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    class Tracker(MemTracker):  # type: ignore[no-untyped-call]
+        def __init__(self) -> None:
+            super().__init__()
+            self.mapped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+            self.most_mapped = 0
+
+        def _track(self, reftype: Any, t: Tensor) -> None:
+            storages = get_untyped_storages(t)
+            if not all(storage.filename for storage in storages):
+                super()._track(reftype, t)
+                return
+            self.mapped.update((storage, storage.nbytes()) for storage in storages)
+            self.most_mapped = max(self.most_mapped, sum(self.mapped.values()))
+
+    return Tracker()

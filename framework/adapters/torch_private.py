@@ -486,10 +486,3 @@ def take_worker() -> tuple[int, int] | None:
         _worker = (info.id, info.num_workers)
         _data_worker._worker_info = None
     return _worker
-
-
-def memory_tracker() -> Any:
-    """Return torch's tracker of live tensors by category, for `tools/bench.py savings`; it slows a step down."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    return MemTracker()

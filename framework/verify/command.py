@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from itertools import groupby
 from typing import Any
@@ -82,17 +82,20 @@ def main(words: Sequence[str]) -> int:
     if flags.mutants and (overrides or flags.mixes):
         given = " ".join([*overrides, *([f"--mixes={flags.mixes}"] if flags.mixes else [])])
         raise UsageError(f"--mutants has mixes and a model of its own. Leave {given} out.")
+    others = [word for word in overrides if word not in asked]
+    for line in _notes(flags, others):
+        print(line, file=sys.stderr)
     rows = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verify-") as folder, Pools() as pools:
-        composer = Composer(flags, [word for word in overrides if word not in asked], folder)
+        composer = Composer(flags, others, folder)
         oracle = Oracle(pools, composer, flags.steps)
-        for row in _mutant_rows(oracle, flags.mutants) if flags.mutants else _rows(oracle, pools, flags, asked):
+        for row in _mutant_rows(oracle, flags.mutants) if flags.mutants else _rows(oracle, pools, flags, asked, others):
             rows.append(row)
             print(_line(row), file=sys.stderr if flags.json else sys.stdout, flush=True)
     if flags.json:
         shown = [asdict(row) | {"worst": _finite(row.worst)} for row in rows]
-        about = {"steps": flags.steps, "seconds": time.monotonic() - began}
+        about = {"typed": others, "steps": flags.steps, "seconds": time.monotonic() - began}
         print(json.dumps(about | _summary(rows) | {"rows": shown}, indent=1, allow_nan=False))
     else:
         _print_details(rows)
@@ -101,10 +104,18 @@ def main(words: Sequence[str]) -> int:
     return EXIT_OK if enough and all(row.verdict in GOOD for row in rows) else EXIT_RUN_FAILED
 
 
-def _chosen(flags: argparse.Namespace, asked: Sequence[str], composer: Composer) -> list[Mix]:
-    """Return the mixes to go through; a typed one has 0 ranks: its words say how many."""
+def _notes(flags: argparse.Namespace, others: Sequence[str]) -> Iterator[str]:
+    """Yield what must be said of the words that aren't of the mesh: those of many mixes are in no row of theirs."""
+    if flags.mixes and others:
+        yield f"Every mix with {' '.join(others)}."
+    if unread := " ".join(word for word in others if slot_of(word) == "optimizer"):
+        yield f"{unread} isn't verified: every mix is trained with SGD and momentum."
+
+
+def _chosen(flags: argparse.Namespace, asked: Sequence[str], alone: Mix, composer: Composer) -> list[Mix]:
+    """Return the mixes to go through; a typed one has 0 ranks: its words say how many. `alone`: one process."""
     if not flags.mixes:
-        return [Mix(tuple(asked), 0)] if asked else []
+        return [replace(alone, words=tuple(asked), ranks=0)] if asked else []
     mixes = [mix for mix in every(composer.options(), flags.ranks) if mix.words]
     if not mixes:
         raise UsageError(f"--ranks {flags.ranks}: no mix has so few processes. Type --ranks 2, or more.")
@@ -116,11 +127,14 @@ def _chosen(flags: argparse.Namespace, asked: Sequence[str], composer: Composer)
     return found
 
 
-def _rows(oracle: Oracle, pools: Pools, flags: argparse.Namespace, asked: Sequence[str]) -> Iterator[Row]:
+def _rows(
+    oracle: Oracle, pools: Pools, flags: argparse.Namespace, asked: Sequence[str], others: Sequence[str]
+) -> Iterator[Row]:
     """Yield a row for one process under the Trainer, then one for each mix; a refused one takes no time."""
+    alone = Mix((), 1, () if flags.mixes else tuple(others))
     plans: list[tuple[Mix, RunPlan]] = []
     reasons: dict[str, Mix] = {}
-    for mix in _chosen(flags, asked, oracle.composer):
+    for mix in _chosen(flags, asked, alone, oracle.composer):
         try:
             plan = oracle.composer.vary(mix) if flags.mixes else oracle.composer(mix.words)
         except PlanError as refused:
@@ -131,14 +145,14 @@ def _rows(oracle: Oracle, pools: Pools, flags: argparse.Namespace, asked: Sequen
             if not flags.force:
                 yield Row(str(mix), mix.ranks, "refused", lines=lines)
         else:
-            plans.append((Mix(mix.words, plan.world_size), plan))
+            plans.append((replace(mix, ranks=plan.world_size), plan))
     if flags.mixes in COVERS:
         cover = set(COVERS[flags.mixes]([mix for mix, _ in plans]))
         plans = [(mix, plan) for mix, plan in plans if mix in cover]
     if flags.force:
         yield from _forced_rows(oracle, reasons)
         return
-    mixes = [(Mix((), 1), oracle.truth().plan), *plans]
+    mixes = [(alone, oracle.truth().plan), *plans]
     for ranks, alike in groupby(mixes, lambda one: one[0].ranks):
         # mixes of few ranks run side by side: no more processes at once than one mix may have
         yield from pools.side_by_side(max(1, flags.ranks // ranks), lambda one: oracle.judge(*one), alike)

@@ -24,13 +24,15 @@ class Mix:
     Attributes:
         words: as typed, `devices` not among them.
         ranks: processes.
+        others: what else was typed for this mix: settings of concerns that have no axis.
     """
 
     words: tuple[str, ...]
     ranks: int
+    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join(self.words) or "one process"
+        return " ".join([*(self.words or ["one process"]), *self.others])
 
 
 Options = Mapping[str, Mapping[str, Sequence[str]]]

@@ -71,14 +71,28 @@ def test_a_mix_without_fp64_is_verified_in_fp32(capsys):
     assert cli.main(["verify", "strategy=deepspeed", "strategy.stage=1", *SMALL, "--steps", "2"]) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[:2]] == [["equal", "1"], ["equal", "2"]]
-    assert lines[1].endswith("strategy=deepspeed strategy.stage=1 (in fp32)")
+    assert lines[1].endswith(f"strategy=deepspeed strategy.stage=1 {' '.join(SMALL)} (in fp32)")
     assert lines[-1] == "2 equal; 1 hash of initial weights"
 
 
+def test_a_row_says_what_else_was_typed(capsys):
+    words = ["+activation=selective", "strategy=ddp", "activation.budget=0.4", *SMALL]
+    assert cli.main(["verify", *words, "optimizer=adamw", "--steps", "1"]) == EXIT_OK
+    printed = capsys.readouterr()
+    one, mix, *_ = [line.partition(" s  ")[2] for line in printed.out.splitlines()]
+    typed = " ".join(["+activation=selective", "activation.budget=0.4", *SMALL, "optimizer=adamw"])
+    assert (one, mix) == (f"one process {typed}", f"strategy=ddp {typed}")
+    assert "optimizer=adamw isn't verified: every mix is trained with SGD and momentum.\n" in printed.err
+
+
 def test_many_mixes_as_json(capsys):
+    """What was typed for all of them is said once."""
     words = ["verify", "--mixes=*pp=gpipe", "--ranks", "2", "--json", "--steps", "2", *SMALL]
     assert cli.main(words) == EXIT_OK
-    result = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"Every mix with {' '.join(SMALL)}.\n")
+    result = json.loads(printed.out)
+    assert result["typed"] == SMALL
     assert result["verdicts"] == {"equal": 2}
     assert [row["mix"] for row in result["rows"]] == ["one process", "pp=gpipe"]
     assert len(result["initial_sha256"]) == 1

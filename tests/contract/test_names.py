@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,27 @@ def test_file(file: Path) -> None:
     assert file.stem not in FORBIDDEN, "a name that says nothing of what is inside"
     lines = len(file.read_text().splitlines())
     assert lines <= LINES, f"{lines} lines: split it"
+
+
+def names_twice(files: Iterable[Path]) -> list[str]:
+    """Return files that share their name, whatever the folder: those that aren't parts of a package."""
+    found: dict[str, list[Path]] = {}
+    for file in files:
+        if not (file.parent / "__init__.py").exists():
+            found.setdefault(file.name, []).append(file)
+    return [", ".join(sorted(map(name, some))) for some in found.values() if len(some) > 1]
+
+
+def test_no_two_test_files_of_one_name() -> None:
+    """Processes that a test starts import test files by name, and would get the one that comes first."""
+    assert not names_twice(TESTS)
+
+
+def test_two_of_one_name_are_noticed() -> None:
+    there = ROOT / "tests" / "third_party" / "acme_parallel" / "acme_parallel"
+    assert list(there.glob("*.py")), "a package with files that may be called what they like"
+    files = [ROOT / "tests" / "unit" / "a.py", ROOT / "tests" / "cli" / "a.py", there / "a.py", ROOT / "tests" / "b.py"]
+    assert names_twice(files) == ["tests/cli/a.py, tests/unit/a.py"]
 
 
 def test_errors_end_in_error() -> None:

@@ -139,7 +139,7 @@ def reference_of(pool: WorkerPool, mix: Mix) -> Result:
 
 def mean_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
     """Mean cross entropy over the valid tokens of a batch, and their number."""
-    logits = model(batch["inputs"])
+    logits = model(batch["inputs"], batch.get("positions"), batch.get("documents"))
     targets = batch["targets"]
     wide = logits if logits.dtype == torch.float64 else logits.float()
     loss = cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-100)

@@ -1,4 +1,4 @@
-"""Mixes drawn at random: axes, options, model shape, frozen parameters, schedule, a partial last step, all at once."""
+"""Mixes drawn at random: axes, options, data, model shape, frozen parameters, schedule, a partial last step at once."""
 
 from __future__ import annotations
 
@@ -7,15 +7,34 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from fitting import fit
-from mixes import ACC2, CLIP, CLIP_INF, CLIP_VALUE, FSDP, GLOBAL_BATCH, LP, SGO, SP, SP_LP, TP, Mix
-from parity import LR, MOMENTUM, SHAPE, SmallGpt, mean_loss, samples
-from user_modules import Rows, Seen
+from mixes import (
+    ACC2,
+    CLIP,
+    CLIP_INF,
+    CLIP_VALUE,
+    FSDP,
+    GLOBAL_BATCH,
+    LP,
+    OFFLOAD,
+    SEQUENCE,
+    SGO,
+    SP,
+    SP_LP,
+    TP,
+    Mix,
+)  # fmt: skip
+from parity import LR, MOMENTUM, SHAPE, VOCABULARY, SmallGpt, mean_loss, samples
+from torch import Tensor
+from torch.utils.data import DataLoader
+from user_modules import Rows, Seen, loader
 
 from framework.plan import RunPlan
 from framework.testing import WorkerPool, plan
 from framework.verify.reference import Bounds, Result, disagreements, global_norm, train
+from framework_plugins.data import mixture, packed, windows
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zero_bubble", "zbv", "dualpipev")
 
@@ -31,6 +50,7 @@ class Draw:
         decay: whether the learning rate falls by 30 % a step.
         meta: built without weights, as the framework does; False: with weights, as a test of a user's may.
         rows: samples an epoch; the last step is smaller if they aren't a multiple of the global batch.
+        data: `rows`, `packed` (documents in windows) or `mixture` (of the first and the second half of the rows).
     """
 
     mix: Mix
@@ -39,11 +59,13 @@ class Draw:
     decay: bool = False
     meta: bool = True
     rows: int = 96
+    data: str = "rows"
 
     def __str__(self) -> str:
         shape = {name: value for name, value in self.shape.items() if SHAPE.get(name) != value}
         how = [self.frozen and f"frozen {self.frozen}", self.decay and "decay", not self.meta and "real weights"]
-        return f"{self.mix.ranks} ranks, {self.rows} rows, {shape}, {[word for word in how if word]}: {self.mix.words}"
+        what = f"{self.mix.ranks} ranks, {self.rows} {self.data}, {shape}, {[word for word in how if word]}"
+        return f"{what}: {self.mix.words}"
 
     @property
     def used(self) -> int:
@@ -58,7 +80,10 @@ def draw(chance: random.Random) -> Draw:
     strategy = chance.choice(("", "strategy=ddp", FSDP, SGO, f"{FSDP} strategy.cpu_offload=true"))
     microbatches = (4 if pp == "dualpipev" else chance.choice((2, 4))) if pp else 1
     accumulation = chance.choice(("", ACC2)) if microbatches * (2 if strategy else 1) < 8 else ""
-    activation = chance.choice(("", "activation=full", "activation=selective"))
+    budget = f"activation=selective activation.budget={chance.choice((0.0, 0.2, 0.5, 0.8))}"
+    activation = chance.choice(("", "activation=full", "activation=selective", budget, OFFLOAD))
+    if activation and chance.random() < 0.3:
+        activation += " activation.every=2"
     clip = chance.choice(("", CLIP, CLIP_INF, CLIP_VALUE))
     pipeline = f"pp={pp} pp.microbatches={microbatches}" if pp else ""
     words = " ".join(word for word in (strategy, tp, pipeline, activation, accumulation, clip) if word)
@@ -76,6 +101,7 @@ def draw(chance: random.Random) -> Draw:
         decay=chance.random() < 0.4,
         meta=chance.random() < 0.75,
         rows=chance.choice((96, 88) if pp else (96, 88, 90)),
+        data=chance.choice(("rows", "packed", "mixture")),
     )
 
 
@@ -99,9 +125,54 @@ class RandomGpt(SmallGpt):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def rows_of(count: int) -> Rows:
-    """The first samples of the parity data."""
-    return Rows(**{name: column[:count] for name, column in samples().columns.items()})
+def row_of_documents(count: int) -> tuple[np.ndarray, list[int]]:
+    """Tokens that fill `count` windows, and where the documents end that they are of; 1 to 12 tokens each."""
+    generator = np.random.default_rng(7)
+    tokens = generator.integers(0, VOCABULARY, count * SEQUENCE + 1)
+    ends = [0]
+    while ends[-1] < len(tokens):
+        ends.append(min(len(tokens), ends[-1] + int(generator.integers(1, 13))))
+    return tokens, ends[1:]
+
+
+def mixed(count: int) -> mixture.Mix:
+    """`count` draws of two sources, three of one for each of the other."""
+    columns = samples().columns
+    halves = [{name: column[part] for name, column in columns.items()} for part in (slice(0, 48), slice(48, 96))]
+    return mixture.Mix({"a": Rows(**halves[0]), "b": Rows(**halves[1])}, {"a": 3, "b": 1}, seed=7, samples=count)
+
+
+def loader_of(row: Draw, batch_size: int) -> DataLoader:
+    """What the framework reads."""
+    if row.data == "packed":
+        tokens, ends = row_of_documents(row.rows)
+        windows_ = packed.Packs(tokens, SEQUENCE, np.asarray(ends), confined=True)
+        return DataLoader(windows_, batch_size, collate_fn=windows.as_it_is)
+    if row.data == "mixture":
+        draws = mixed(row.rows)
+        return DataLoader(draws, batch_size, sampler=mixture.Draws(len(draws)))
+    return loader(Rows(**{name: column[: row.rows] for name, column in samples().columns.items()}), batch_size)
+
+
+def columns_of(row: Draw) -> dict[str, Tensor]:
+    """What the reference reads: all samples, side by side."""
+    if row.data == "rows":
+        return {name: column[: row.rows] for name, column in samples().columns.items()}
+    if row.data == "mixture":
+        every = [mixed(row.rows)[number] for number in range(row.rows)]
+        return {name: torch.stack([sample[name] for sample in every]) for name in every[0]}
+    tokens, ends = row_of_documents(row.rows)
+    document = [sum(end <= at for end in ends) for at in range(len(tokens))]  # of each token, one by one
+    columns: dict[str, list[list[int]]] = {"inputs": [], "targets": [], "documents": [], "positions": []}
+    for start in range(0, row.rows * SEQUENCE, SEQUENCE):
+        places = range(start, start + SEQUENCE)
+        columns["inputs"].append([int(tokens[at]) for at in places])
+        columns["targets"].append([
+            int(tokens[at + 1]) if document[at] == document[at + 1] else -100 for at in places
+        ])  # fmt: skip
+        columns["documents"].append([document[at] for at in places])
+        columns["positions"].append([sum(document[seen] == document[at] for seen in range(start, at)) for at in places])
+    return {name: torch.tensor(column) for name, column in columns.items()}
 
 
 def run_row(plan: RunPlan, row: Draw) -> Seen:
@@ -111,7 +182,7 @@ def run_row(plan: RunPlan, row: Draw) -> Seen:
         with torch.device("meta" if row.meta else "cpu"):
             return RandomGpt(row)
 
-    return fit(plan, module, rows_of(row.rows))
+    return fit(plan, module, loader_of(row, plan.batch.local_batch_size))
 
 
 def measure(pool: WorkerPool, row: Draw) -> list[str]:
@@ -131,9 +202,9 @@ def measure(pool: WorkerPool, row: Draw) -> list[str]:
     clip, algorithm = row.mix.clip
     model = RandomGpt(row).double()
     model.load_state_dict(seen[0].initial, strict="tied" not in row.shape)
-    data = rows_of(row.used).columns
+    data = columns_of(row)
     steps = [
-        [{name: column[at : at + GLOBAL_BATCH] for name, column in data.items()}]
+        [{name: column[at : min(at + GLOBAL_BATCH, row.used)] for name, column in data.items()}]
         for at in range(0, row.used, GLOBAL_BATCH)
     ]
     want = train(

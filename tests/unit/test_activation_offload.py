@@ -12,7 +12,7 @@ import torch
 from test_activation import BLOCKS, WIDTH, Block, Model, made_storages
 from torch import Tensor, nn
 
-from framework.adapters.torch_memory import is_weight
+from framework.adapters.torch_memory import is_weight, memory_tracker
 from framework.parts import whole
 from framework.plan import RunPlan
 from framework_plugins.activation import away
@@ -208,3 +208,20 @@ def test_mistakes() -> None:
     assert "activation.folder=/scratch" in str(problem)
     (problem,) = Offload(to="disk").check_plan(plan=plan(components={"compile": {"option": "block"}}))
     assert "compiler" in problem.reason
+
+
+def test_the_benchmarks_tracker_counts_files_for_themselves(tmp_path: Path) -> None:
+    """What is mapped is no memory, also where backward reads it in place."""
+    tracker = memory_tracker()
+    with tracker:
+        one = Disk(tmp_path).put(torch.zeros(4096, dtype=torch.uint8))
+        two = Disk(tmp_path).put(torch.zeros(4096, dtype=torch.uint8))
+        there = torch.empty(0, dtype=torch.uint8).set_(one.untyped_storage(), 0, (64, 64), (64, 1))
+        del one, two
+        three = Disk(tmp_path).put(torch.zeros(1000, dtype=torch.uint8))
+        now = tracker.get_tracker_snapshot("current")
+        (most,) = tracker.get_tracker_snapshot("peak").values()
+    assert there.sum() + three.sum() == 0
+    assert not now
+    assert most["Total"] == 4096  # what was copied from
+    assert tracker.most_mapped == 8192

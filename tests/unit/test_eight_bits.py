@@ -13,7 +13,7 @@ from torchao.optim import AdamW8bit as Torchaos
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from framework.state import flatten_optimizer, optimizer_state, optimizer_template, restore_optimizer
-from framework_plugins.optimizer import adamw8bit
+from framework_plugins.optimizer import adamw8bit, fewer_bits
 from framework_plugins.optimizer.eight_bits import AdamW8bit
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -146,7 +146,7 @@ def test_a_package_that_is_missing_and_precisions_that_are_finer(monkeypatch: py
     assert not option.check_plan(plan=make_plan(1))
     (problem,) = option.check_plan(plan=make_plan(1, precision="fp64"))
     assert "with precision=fp64 torchao computes the step in fp32" in problem.reason
-    monkeypatch.setattr(adamw8bit, "find_spec", lambda name: None)
+    monkeypatch.setattr(fewer_bits, "find_spec", lambda name: None)
     (problem,) = option.check_plan(plan=make_plan(1))
     assert str(problem) == (
         'optimizer=adamw8bit: the package torchao isn\'t installed. Type pip install "lightning-framework[lowbit]".'

@@ -14,6 +14,7 @@ from torch import nn
 from framework_plugins.model.gpt import GPT
 from framework_plugins.optimizer.adamw import AdamW
 from framework_plugins.optimizer.adamw8bit import AdamW8bit
+from framework_plugins.optimizer.adamw_bf16 import AdamWBf16
 from framework_plugins.optimizer.auto import Auto
 from framework_plugins.optimizer.schedule import Factor
 from framework_plugins.optimizer.sgd import SGD
@@ -51,7 +52,7 @@ def test_auto_sees_the_class_not_what_the_framework_put_on_the_instance() -> Non
     assert not AdamW().check_model(plan(), module)
 
 
-@pytest.mark.parametrize("option", [AdamW(), SGD(), AdamW8bit()])
+@pytest.mark.parametrize("option", [AdamW(), SGD(), AdamW8bit(), AdamWBf16()])
 def test_both_at_once_is_an_error(option: Any) -> None:
     (problem,) = option.check_model(plan(), Own())
     assert "Own has an optimizer of its own" in problem.reason
@@ -66,7 +67,9 @@ def test_a_setting_that_would_do_nothing_is_an_error() -> None:
     assert not Auto(lr=0.25).check_model(plan(), small())
 
 
-@pytest.mark.parametrize("option", [AdamW(weight_decay=0.3), SGD(weight_decay=0.3), AdamW8bit(weight_decay=0.3)])
+@pytest.mark.parametrize(
+    "option", [AdamW(weight_decay=0.3), SGD(weight_decay=0.3), AdamW8bit(weight_decay=0.3), AdamWBf16(weight_decay=0.3)]
+)
 def test_only_matrices_decay_and_groups_follow_the_names(option: Any) -> None:
     module = small()
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -81,7 +84,10 @@ def test_only_matrices_decay_and_groups_follow_the_names(option: Any) -> None:
     assert len(matrices["params"]) + len(vectors["params"]) == len(names) - 1
 
 
-@pytest.mark.parametrize("option", [AdamW(schedule="cosine"), SGD(schedule="linear"), AdamW8bit(schedule="linear")])
+@pytest.mark.parametrize(
+    "option",
+    [AdamW(schedule="cosine"), SGD(schedule="linear"), AdamW8bit(schedule="linear"), AdamWBf16(schedule="linear")],
+)
 def test_a_stage_without_parameters_has_the_same_groups(option: Any) -> None:
     class Empty(LightningModule):
         pass

@@ -1,13 +1,8 @@
-"""torchao's AdamW with its state in 8 bits, as it is needed here: run eagerly, and saved so that any mix can read it.
-
-Imports torchao, which only `optimizer=adamw8bit` asks for.
-"""
+"""torchao's AdamW with its state in 8 bits, as it is needed here: saved so that any mix can read it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,25 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from framework.precision import local
-
-
-@contextmanager
-def _quietly() -> Any:
-    """Torchao tells of kernels of its that don't load, none of which are used here."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-with _quietly():
-    from torchao.optim import AdamW8bit as TorchaoAdamW8bit
-    from torchao.optim.subclass_8bit import OptimState8bit
+from framework_plugins.optimizer.eager import EagerAdamW, OptimState8bit
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """The averages, and whether they can be negative."""
@@ -41,18 +18,13 @@ ONE = 255
 """The code whose value is 1."""
 
 
-class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc, unused-ignore]
+class AdamW8bit(EagerAdamW):
     """See `framework.state.OwnFormat` for how its state is saved.
 
     A number is saved as a code and the scale of its block, each laid out like the parameter: any mix finds its
     elements. Where all numbers of a new block come from one old block they are taken over bit for bit; where they come
     from several they are rounded anew.
     """
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step. Torchao would compile it for each shape of a parameter, which needs a compiler and minutes."""
-        with torch.compiler.set_stance("force_eager"):
-            return super().step(closure)
 
     @torch.no_grad()
     def saved_state(self, parameter: nn.Parameter) -> dict[str, Any]:

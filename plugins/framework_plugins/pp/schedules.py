@@ -183,7 +183,7 @@ class Schedule:
         return problems
 
     def _blocks(self, model: Any) -> tuple[str, list[str]]:
-        from framework.stages import blocks_of
+        from framework.block_stages import blocks_of
 
         return blocks_of(model, self.blocks)
 
@@ -192,7 +192,7 @@ class Schedule:
         """Cut the module into this rank's stages."""
         from itertools import accumulate
 
-        from framework.stages import cut, split_evenly
+        from framework.block_stages import cut, split_evenly
         from framework.traced_stages import cut_traced
         from framework_plugins.pp.cutting import by_blocks, found_places
 
