@@ -170,8 +170,15 @@ def test_of_several_runs_one_must_be_named(url: str, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="it has no catalogue of runs"):
-        remote.find(f"file://{tmp_path}/nothing", str(tmp_path))
+    nothing = f"file://{tmp_path}/nothing"
+    with pytest.raises(UsageError, match=rf"no catalogue of runs\. Type .*catalogue {nothing}.*or ckpt_path=null"):
+        remote.find(nothing, str(tmp_path))
+    with pytest.raises(UsageError, match=rf"no such checkpoint; `python -m framework catalogue {nothing}` shows"):
+        remote.find(f"{nothing}/run-0a1b2c3d", str(tmp_path))
+    to = opened(f"file://{tmp_path}/storage", tmp_path / "mine")
+    copied(to, save(tmp_path / "mine", 2))
+    with pytest.raises(UsageError, match="no such checkpoint; of this run it has step-000002"):
+        remote.find(f"{to.url}/{to.name}/step-000004", str(tmp_path))
     with pytest.raises(UsageError, match="can't be opened"):
         remote.find("nonsense://bucket", str(tmp_path))
     (tmp_path / "file").write_text("no folder")

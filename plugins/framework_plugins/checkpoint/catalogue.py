@@ -39,7 +39,9 @@ def _show(url: str, found: Mapping[str, Mapping[str, Any]]) -> None:
     from framework.job import console
 
     if not found:
-        console().print(f"{url} has no catalogue of runs.", markup=False)
+        console().print(
+            f"{url} has no catalogue of runs: type what checkpoint.remote was when a run saved.", markup=False
+        )
         return
     table = Table("run", "mesh", "newest", "saved", "kept", "GB", title=url)
     for name, entry in found.items():

@@ -332,15 +332,21 @@ def find(url: str, run_dir: str) -> Checkpoint:
     if run is None:
         known = {name for name, one in entries(base).items() if one["checkpoints"]}
         if len(known) != 1:
-            told = f"it holds several runs: {', '.join(sorted(known)[:10])}" if known else "it has no catalogue of runs"
-            more = f"; type ckpt_path={base}/<run>" if known else ""
-            raise UsageError(f"ckpt_path={url}: {told}{more}.")
+            told = f"it holds several runs: {', '.join(sorted(known)[:10])}; type ckpt_path={base}/<run>"
+            if not known:
+                told = (
+                    "there is no catalogue of runs. Type what checkpoint.remote was when the run saved, which "
+                    f"`python -m framework catalogue {base}` must know, or ckpt_path=null to start afresh"
+                )
+            raise UsageError(f"ckpt_path={url}: {told}.")
         run = next(iter(known))
     rows = newest(base, run)
     if step is not None:
         rows = [row for row in rows if row["name"] == step]
     if not rows:
-        raise UsageError(f"ckpt_path={url}: the catalogue of {base} has no such checkpoint.")
+        told = ", ".join(row["name"] for row in newest(base, run)[:10])
+        has = f"of this run it has {told}" if told else f"`python -m framework catalogue {base}` shows what it has"
+        raise UsageError(f"ckpt_path={url}: the catalogue of {base} has no such checkpoint; {has}.")
     complaint: CheckpointError | None = None
     for row in rows:
         began = time.perf_counter()
