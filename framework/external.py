@@ -67,9 +67,10 @@ class ExternalLauncher:
         dist.init_process_group(process_groups.backend_for(plan.accelerator), timeout=limit)
         told = gather((plan.to_dict(), self.external_attempt, name_of_process(os.getppid())))
         first = _alike([RunPlan.from_dict(values) for values, _, _ in told])
-        noted: int | FrameworkError = max(number for _, number, _ in told)
+        number = max(number for _, number, _ in told)
+        noted: int | FrameworkError = number
         if self.leads and plan.command == "fit":
-            noted = _note(first.run_dir, [above for _, _, above in told], noted)
+            noted = _note(first.run_dir, [above for _, _, above in told], number)
         noted = gather(noted)[0]
         if isinstance(noted, FrameworkError):
             raise noted

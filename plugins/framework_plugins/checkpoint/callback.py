@@ -370,9 +370,13 @@ class Checkpoints(Checkpoint):
 
     # -- what goes along -------------------------------------------------------------------------------------------
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the store; refuse hyper-parameters that no checkpoint can hold now, and not at the first save."""
+        """Take the store; refuse what no checkpoint can hold, or a folder that can't be written, before the first save."""
         strategy: Any = trainer.strategy
         self.store = strategy.state.store
+        try:
+            strategy.state.begin_life()
+        except CheckpointError as error:
+            self._failed(error)
         for owner in (pl_module, getattr(trainer, "datamodule", None)):
             if owner is not None and self._on:
                 encode(dict(owner.hparams), {}, "meta.hyper_parameters")
