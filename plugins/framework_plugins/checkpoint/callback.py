@@ -363,7 +363,7 @@ class Checkpoints(Checkpoint):
         # A score of this step may be still to come: the newest are kept in any case.
         kept = {mark.path for mark in (*best, *marks[-self.settings.keep :])} | {path}
         if self._remote is not None:
-            self._remote.best(best)
+            self._remote.scores([mark for mark in marks if mark.path in kept and mark.score is not None])
             kept |= self._remote.needed
         if self.settings.save_top_k != -1:
             for mark in marks:

@@ -66,7 +66,7 @@ class Remote:
         }
         self._note(self._rows)  # what can't be written to is known now, not at the first save
         self._next: Path | None = None
-        self._best: list[Mark] = []
+        self._scored: list[Mark] = []
         self._now: Path | None = None
         self._wake = threading.Condition()
         self._closing = False
@@ -81,16 +81,16 @@ class Remote:
     def send(self, path: Path) -> None:
         """Copy a complete checkpoint to the remote storage, soon."""
         with self._wake:
-            if self._next is not None and self._next not in {mark.path for mark in self._best}:
+            if self._next is not None and self._next not in {mark.path for mark in self._scored}:
                 log.warning("%s isn't copied to %s: a newer one has come.", self._next.name, self.url)
             self._next = path
             self._wake.notify_all()
 
-    def best(self, marks: Sequence[Mark]) -> None:
-        """Learn which checkpoints on disk are the best, by their scores; what isn't there of them is copied, too."""
+    def scores(self, marks: Sequence[Mark]) -> None:
+        """Learn the scores of what is kept on disk; what is one of the best there and isn't here yet is copied, too."""
         there = {(*_version(row), row["score"]) for row in self._rows}
         with self._wake:
-            self._best = [
+            self._scored = [
                 mark for mark in marks if (mark.path.name, mark.life, mark.saved, _told(mark.score)) not in there
             ]
             self._wake.notify_all()
@@ -102,9 +102,9 @@ class Remote:
 
     @property
     def needed(self) -> set[Path]:
-        """Checkpoints that mustn't be deleted yet: the one that is being copied, and the next ones."""
+        """Checkpoints that mustn't be deleted yet: the one that is being copied, and those that may be next."""
         with self._wake:
-            return {path for path in (self._now, self._next, *(mark.path for mark in self._best)) if path is not None}
+            return {path for path in (self._now, self._next, *(mark.path for mark in self._scored)) if path is not None}
 
     def close(self) -> None:
         """End the thread; what it is copying isn't waited for."""
@@ -115,11 +115,11 @@ class Remote:
     def _work(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._next is not None or self._best or self._closing)
-                if self._next is None and not self._best:
+                self._wake.wait_for(lambda: self._next is not None or self._scored or self._closing)
+                if self._next is None and not self._scored:
                     return
                 newest = self._next is not None
-                path = self._now = self._next or self._best.pop(0).path
+                path = self._now = self._next or self._scored.pop(0).path
                 if newest:
                     self._next = None
             try:
@@ -151,7 +151,7 @@ class Remote:
         there = {_version(one) for one in self._rows}
         rows = _in_order([*(one for one in self._rows if one["name"] != row["name"]), row])
         kept = self._kept(rows)
-        if not newest and row not in kept:  # the storage has better ones, which aren't on disk any more
+        if not (newest or _version(row) in there or self._among_best(row, rows)):
             return False
         if _version(row) not in there:
             self._put(path, content)
@@ -185,8 +185,11 @@ class Remote:
         if self.top_k == -1:
             return list(rows)
         names = {row["name"] for row in rows[-self.keep :]}
-        names |= {mark.path.name for mark in ranked(rows, self.better)[: self.top_k]}
-        return [row for row in rows if row["name"] in names]
+        return [row for row in rows if row["name"] in names or self._among_best(row, rows)]
+
+    def _among_best(self, row: Row, rows: Sequence[Row]) -> bool:
+        order = [mark.path.name for mark in ranked(rows, self.better)]
+        return row["name"] in (order if self.top_k == -1 else order[: self.top_k])
 
     def _remove(self, name: str) -> None:
         there = f"{self._root}/{self.name}/{name}"
