@@ -122,7 +122,7 @@ def save_checkpoint(
             isn't a tensor is taken from rank 0.
         path: directory to make.
         mesh: of this run; tells at loading whether `rank_state` still fits.
-        life: of the run, as `versions.begin` counts; rank 0's is taken.
+        life: of the run, as `versions` counts; rank 0's is taken.
 
     Raises:
         CheckpointError: on all ranks, if any can't save, or they hold states of different steps.

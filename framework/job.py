@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console, RenderableType
 
 from framework.plan import FILE, RunPlan
 from framework.rank_env import external_rank
+from framework.run_lock import alone_in
 
 
 def claim(folder: Path) -> Path:
@@ -90,13 +92,14 @@ def run(plan: RunPlan, model: Any) -> tuple[int, dict[str, Any]]:
         return launch(plan).exit_code, {}
     folder = Path(plan.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(plan_yaml(plan), encoding="utf-8")
-    screen = console()
-    screen.print(start_screen(plan, model))
-    result = launch(plan)
-    from framework.summary import end_table, finish_summary
+    with alone_in(plan.run_dir) if plan.command == "fit" else nullcontext():
+        (folder / FILE).write_text(plan_yaml(plan), encoding="utf-8")
+        screen = console()
+        screen.print(start_screen(plan, model))
+        result = launch(plan)
+        from framework.summary import end_table, finish_summary
 
-    error = result.describe() or None
-    summary = finish_summary(plan, result.status, result.restarts, error, resumed_from=result.resumed_from)
-    screen.print(end_table(summary))
+        error = result.describe() or None
+        summary = finish_summary(plan, result.status, result.restarts, error, resumed_from=result.resumed_from)
+        screen.print(end_table(summary))
     return result.exit_code, summary

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import pluggy
 
@@ -130,7 +130,8 @@ class Launcher(Protocol):
     Attributes:
         leads: whether this process speaks for the whole run: it calls the launcher's hooks, prints, writes the summary.
             False on all ranks but 0 under an external launcher, where every rank runs `launch`.
-        external_attempt: None if `launch` restarts the ranks; under a launcher that does it itself, how often it has.
+        external_attempt: None if `launch` restarts the ranks; under a launcher that does it itself, how often it has,
+            as far as this process knows (`Meeting`).
     """
 
     leads: bool
@@ -138,6 +139,15 @@ class Launcher(Protocol):
 
     def run(self, attempt: Attempt) -> Outcome:
         """Run all ranks of `attempt` to their end. Called again for each restart."""
+        ...
+
+
+@runtime_checkable
+class Meeting(Protocol):
+    """A launcher that restarts the ranks itself, and whose ranks agree on what each alone doesn't know."""
+
+    def meet(self, plan: RunPlan) -> tuple[int, RunPlan]:
+        """Return how often all ranks were restarted, and the plan of all. Called once, before `run`. Collective."""
         ...
 
 
@@ -234,9 +244,7 @@ def launch(plan: RunPlan, entry: str = TRAIN) -> RunResult:
     held: AbstractContextManager[None] = nullcontext()
     if launcher.leads:
         Path(plan.run_dir).mkdir(parents=True, exist_ok=True)
-        if (
-            plan.command == "fit" and launcher.external_attempt is None
-        ):  # else this process's children would hold it too
+        if plan.command == "fit":
             held = alone_in(plan.run_dir)
     with held:
         return _run(plan, entry, manager, launcher)
@@ -318,6 +326,8 @@ def _one_attempt(
 ) -> RunResult:
     """Run this process's part of an attempt of a launcher that restarts the ranks itself."""
     number = launcher.external_attempt or 0
+    if isinstance(launcher, Meeting):
+        number, plan = launcher.meet(plan)
     newest: Checkpoint | None = manager.hook.newest_complete(plan=plan) if number else None
     start = newest.path if newest is not None else _first_start(plan, manager)
     if number and launcher.leads:

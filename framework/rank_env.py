@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from framework.errors import Problem, UsageError
 from framework.plan import RunPlan
@@ -57,6 +59,18 @@ def external_rank(environ: Mapping[str, str] = os.environ) -> ExternalRank | Non
     if run_id in ("", "none"):
         run_id = f"{environ.get('MASTER_ADDR', 'localhost')}_{environ.get('MASTER_PORT', '0')}"
     return ExternalRank(rank=rank, local_rank=local, world_size=world, run_id=run_id, attempt=attempt)
+
+
+def name_of_process(pid: int) -> str:
+    """Return a name of a living process of this host that no other process has, on any host and at any time."""
+    stat, boot = Path(f"/proc/{pid}/stat"), Path("/proc/sys/kernel/random/boot_id")
+    began = stat.read_text().rpartition(")")[2].split()[19] if stat.is_file() else ""  # clock ticks since the boot
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.is_file() else ''}/{pid}/{began}"
+
+
+def set_attempt(number: int) -> None:
+    """Note how often the ranks were restarted, as all have agreed: logs and the ledger are told apart by it."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
 
 
 def stale_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

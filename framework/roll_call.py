@@ -178,6 +178,12 @@ def attend(groups: Sequence[dist.ProcessGroup], limit_s: float) -> RollCall:
     return _current
 
 
+def call(what: str) -> None:
+    """Return when all ranks have called, as `RollCall.call`; at once where ranks haven't met for a run."""
+    if _current is not None and dist.group.WORLD is _current.groups[0]:
+        _current.call(what)
+
+
 def level() -> None:
     """Call on all ranks behind messages that not all ranks had a part in: they count for nothing."""
     if _current is not None and dist.group.WORLD is _current.groups[0]:

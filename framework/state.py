@@ -306,7 +306,11 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Gather a module whole on global rank 0: every name -> CPU tensor, tied names too. Other ranks get an empty dict.
 
     Collective. Tensors travel one at a time, so that no other rank holds more than one whole tensor.
+
+    Raises:
+        UsageError: in a run: another rank has gone on without the call.
     """
+    roll_call.call("full_state_dict")
     state = module_state(module)
     rank, size = ranks()
     if size == 1 and not any(isinstance(tensor, DTensor) for tensor in state.tensors.values()):

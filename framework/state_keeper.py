@@ -39,11 +39,9 @@ class StateKeeper:
         self.module = module
         self._store: CheckpointStore | None = None
         self._untold: tuple[str, int] | None = None
-        plan = strategy.plan
         self._life = 0
-        if module.trainer.state.fn == "fit" and plan.chosen("checkpoint") is not None:
-            what = f"Starting in {plan.run_dir}"
-            self._life = together(what, lambda: versions.begin(plan.run_dir) if ranks()[0] == 0 else 0, CheckpointError)
+        """Which life of the run this is; rank 0 knows it."""
+        self._begun = module.trainer.state.fn != "fit" or strategy.plan.chosen("checkpoint") is None
 
     @property
     def store(self) -> CheckpointStore:
@@ -53,6 +51,24 @@ class StateKeeper:
         if self._store is None:
             raise CheckpointError("Nothing can be saved or loaded with checkpoint=none: type checkpoint=dcp")
         return self._store
+
+    def begin_life(self) -> None:
+        """Note on disk which life of the run this is, if that isn't done: before any state carries it. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if it can't be written; the next call tries again.
+        """
+        if self._begun:
+            return
+        run_dir = self.strategy.plan.run_dir
+
+        def begin() -> None:
+            if ranks()[0] == 0:
+                self._life = self._life or versions.next_life(run_dir)
+                versions.begin(run_dir, self._life)
+
+        together(f"Noting in {run_dir}/{versions.LIVES} that the run begins", begin, CheckpointError)
+        self._begun = True
 
     def module_state(self) -> dict[str, Any]:
         """Lightning's `state_dict`: every name of this rank -> its tensor (nothing is copied)."""
@@ -66,6 +82,7 @@ class StateKeeper:
     def save(self, checkpoint: dict[str, Any], path: str | PathLike[str]) -> None:
         """Write a checkpoint and tell the plugins. Collective."""
         self.wait()
+        self.begin_life()
         save_checkpoint(self.store, checkpoint, str(path), self.strategy.plan.mesh, self._life)
         self._untold = (str(path), int(checkpoint["global_step"]))
         if not getattr(self.store, "saving", False):

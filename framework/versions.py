@@ -57,15 +57,27 @@ class Clock:
         return f"step {' to '.join(map(str, (steps[0], steps[-1])[: len(steps)]))}, life {self.life}"
 
 
-def begin(run_dir: str | Path) -> int:
-    """Note that a run starts once more; return which of its lives begins, from 1. Called on rank 0 at its start."""
+def next_life(run_dir: str | Path) -> int:
+    """Return which of its lives a run that starts once more begins, from 1. No state may carry it before `begin`."""
     file = Path(run_dir) / LIVES
-    file.parent.mkdir(parents=True, exist_ok=True)
     text = file.read_text().strip() if file.is_file() else ""
     known = [mark.life for mark in marks(folder_of(run_dir))[0]]  # the file may be lost, or of a copied folder
-    life = 1 + max(int(text) if text.isdecimal() else 0, *known, 0)
+    return 1 + max(int(text) if text.isdecimal() else 0, *known, 0)
+
+
+def begin(run_dir: str | Path, life: int) -> None:
+    """Note on disk that a life of a run begins, so that no later one gets its number. Called on rank 0.
+
+    Raises:
+        VersionError: a life of this number or a later one has begun since `next_life` was asked.
+        OSError: it can't be written.
+    """
+    latest = next_life(run_dir) - 1
+    if latest >= life:
+        raise VersionError(f"{run_dir} was started again (life {latest}) since this life ({life}) began")
+    file = Path(run_dir) / LIVES
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(file, f"{life}\n".encode())
-    return life
 
 
 def check_same(what: str, clocks: Sequence[Mapping[str, Any] | None]) -> None:

@@ -28,6 +28,8 @@ class Saves(Callback):
         late: rank -> seconds.
     """
 
+    what = "save"
+
     def __init__(self, folder: str, moment: str, ranks: tuple[int, ...], late: dict[int, float] | None = None) -> None:
         self.folder, self.ranks, self.late = Path(folder), ranks, late or {}
         self.saved = False
@@ -40,8 +42,15 @@ class Saves(Callback):
         rank = trainer.global_rank
         (self.folder / f"at-{rank}").write_text(str(time.time()))
         time.sleep(self.late.get(rank, 0.0))
-        if rank in self.ranks:
+        if rank not in self.ranks:
+            return
+        if self.what == "save":
             trainer.save_checkpoint(self.folder / "saved")
+        elif self.what == "full_state_dict":
+            torch.save(full_state_dict(trainer.lightning_module), self.folder / f"whole-{rank}")
+        else:  # what each rank holds: others aren't asked
+            states = trainer.strategy.lightning_module_state_dict(), trainer.lightning_module.state_dict()
+            (self.folder / f"held-{rank}").write_text(" ".join(sorted({*states[0], *states[1]})))
 
 
 def train(plan: RunPlan, rank: int | None = None, manager: Any = None) -> str:
@@ -49,6 +58,7 @@ def train(plan: RunPlan, rank: int | None = None, manager: Any = None) -> str:
     torch.set_num_threads(1)
     spec = json.loads((Path(plan.run_dir) / "probe.json").read_text())
     saves = Saves(plan.run_dir, spec["moment"], tuple(spec["ranks"]), dict(spec["late"]))
+    saves.what = spec.get("what", "save")
     size = plan.batch.local_batch_size
     module = Validated()
     Trainer(plan, callbacks=[saves], manager=manager).fit(

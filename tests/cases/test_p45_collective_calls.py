@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launching import Launched
 from plans import make_plan, option
-from saving_alone import gather_and_call, train
+from saving_alone import Validated, gather_and_call, train
 
 from framework.checkpoint_files import is_complete, write_json
 from framework.plan import RunPlan
@@ -21,14 +22,16 @@ WITHIN_S = 15.0
 LATE_S = 12.0
 
 
-def plan_for(folder: Path, moment: str, ranks: tuple[int, ...], late: Any = (), **mix: Any) -> RunPlan:
+def plan_for(
+    folder: Path, moment: str, ranks: tuple[int, ...], late: Any = (), what: str = "save", **mix: Any
+) -> RunPlan:
     components = {
         "launcher": option("launcher", "local"),
         "checkpoint": option("checkpoint", "dcp", save_top_k=0),
         **mix.pop("components", {}),
     }
     plan = make_plan(2, run_dir=str(folder), trainer={"max_epochs": 2}, components=components, **mix)
-    write_json(folder / "probe.json", {"moment": moment, "ranks": ranks, "late": late})
+    write_json(folder / "probe.json", {"moment": moment, "ranks": ranks, "late": late, "what": what})
     return plan
 
 
@@ -67,6 +70,31 @@ def test_wherever_it_is_called(pool: WorkerPool, tmp_path: Path, mix: str, momen
         pool.run(train, 2, plan_for(tmp_path, moment, (0,), **MIXES[mix]), process_group=False)
     assert time.time() - float((tmp_path / "at-0").read_text()) < WITHIN_S
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("mix", ["ddp", "fsdp", "gpipe"])
+def test_so_is_a_gathering_of_the_whole_module(pool: WorkerPool, tmp_path: Path, mix: str) -> None:
+    plan = plan_for(tmp_path, "on_train_batch_end", (0,), what="full_state_dict", **MIXES[mix])
+    with pytest.raises(RanksError, match=TOLD.replace(r"trainer\.save_checkpoint", "full_state_dict")):
+        pool.run(train, 2, plan, process_group=False)
+    assert time.time() - float((tmp_path / "at-0").read_text()) < WITHIN_S
+
+
+def test_a_gathering_on_all_ranks_is_whole(pool: WorkerPool, tmp_path: Path) -> None:
+    plan = plan_for(tmp_path, "on_train_batch_end", (0, 1), [(1, 3.0)], what="full_state_dict", **MIXES["fsdp"])
+    assert pool.run(train, 2, plan, process_group=False) == ["done", "done"]
+    whole = torch.load(tmp_path / "whole-0", weights_only=True)
+    assert {name: tuple(tensor.shape) for name, tensor in whole.items()} == {
+        name: tuple(tensor.shape) for name, tensor in Validated().state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("mix", ["ddp", "fsdp", "gpipe"])
+def test_what_a_rank_holds_may_be_asked_on_one_rank(pool: WorkerPool, tmp_path: Path, mix: str) -> None:
+    """Neither `trainer.strategy.lightning_module_state_dict` nor a module's `state_dict` waits for others."""
+    plan = plan_for(tmp_path, "on_train_batch_end", (0,), what="held", **MIXES[mix])
+    assert pool.run(train, 2, plan, process_group=False) == ["done", "done"]
+    assert (tmp_path / "held-0").read_text()
 
 
 def test_a_rank_that_comes_late_is_waited_for(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 from framework import Trainer
 from framework import checkpoint_files as files
 from framework.testing import RanksError
+from framework.versions import LIVES, next_life
 from framework_plugins.checkpoint import staging, storage
 
 SLOW_S = 0.5
@@ -221,6 +223,48 @@ def test_training_goes_on_without_a_checkpoint_where_that_is_asked_for(pool: Any
     good, damaged = files.marks(files.folder_of(tmp_path))
     assert ([mark.step for mark in good], damaged) == ([3, 7], [])
     assert saved(tmp_path, 3)[0] == WEIGHTS[3]
+
+
+class MakesRoom(Callback):
+    """Lets `lives` be written after a step, and keeps what was said."""
+
+    def __init__(self, run_dir: str, after: int) -> None:
+        self.file, self.after, self.said = Path(run_dir) / LIVES, after, [""]
+        listener = logging.Handler()
+        listener.emit = lambda record: self.said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("framework_plugins.checkpoint.callback").addHandler(listener)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == self.after:
+            self.file.rmdir()
+
+
+def train_without_lives(run_dir: str, on_failure: str) -> list[str]:
+    """Save every two steps to step 7; `lives` can't be written before step 5."""
+    (Path(run_dir) / LIVES).mkdir(exist_ok=True)
+    room = MakesRoom(run_dir, 5)
+    checkpoint = option("checkpoint", "dcp", every_n_steps=2, save_top_k=-1, on_failure=on_failure)
+    plan = make_plan(2, strategy="ddp", run_dir=run_dir, trainer={"max_steps": 7, "max_epochs": -1},
+                     components={"checkpoint": checkpoint})  # fmt: skip
+    Trainer(plan, callbacks=[room]).fit(Scalar(), DataLoader(torch.ones(64, 1)))  # type: ignore[arg-type]
+    return room.said
+
+
+def test_no_state_carries_a_life_that_could_not_be_noted(pool: Any, tmp_path: Path) -> None:
+    """A life that couldn't be noted would share its number with the next one, and the older of two states count."""
+    (said, _) = pool.run(train_without_lives, 2, str(tmp_path), "go_on", process_group=False)
+    told = [line for line in said if "lives that the run begins failed on rank 0" in line]
+    assert len(told) == 3, "at the start, and at both saves that were lost"
+    assert all("Training goes on, as checkpoint.on_failure=go_on." in line for line in told)
+    good, damaged = files.marks(files.folder_of(tmp_path))
+    assert ([(mark.step, mark.life) for mark in good], damaged) == ([(6, 1), (7, 1)], [])
+    assert next_life(tmp_path) == 2
+
+
+def test_a_run_that_may_lose_nothing_is_refused_at_its_start(pool: Any, tmp_path: Path) -> None:
+    with pytest.raises(RanksError, match=r"lives that the run begins failed on rank 0"):
+        pool.run(train_without_lives, 2, str(tmp_path), "end", process_group=False)
+    assert (tmp_path / LIVES).is_dir(), "no step was made"
 
 
 def test_a_last_save_that_fails_is_a_failure(pool: Any, tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launching import Launched, bare_plan
+from launching import HERE, Launched, bare_plan
 from plans import option
 
 from framework.plan import RunPlan
@@ -73,3 +76,39 @@ def test_ranks_with_different_settings_are_refused_together(tmp_path: Path) -> N
         assert launched.output().count(told) >= 1
         assert "Connection closed" not in launched.output()
         launched.no_leftovers()
+
+
+def attempt(plan: RunPlan, counts: Sequence[int]) -> list[int]:
+    """Start a rank for each count, as torchrun's process on each of several hosts would; return their exit codes."""
+    from framework import process_groups
+
+    file = Path(plan.run_dir) / "plan.json"
+    file.write_text(json.dumps(plan.to_dict()))
+    meeting = {
+        "WORLD_SIZE": str(len(counts)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(process_groups.lasting_port()), "TORCHELASTIC_RUN_ID": "job", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    started = []
+    with (Path(plan.run_dir) / "out.txt").open("a") as out:
+        for rank, count in enumerate(counts):
+            own = {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(count)}
+            words = [sys.executable, str(HERE / "launch_driver.py"), str(file), "rank_entries:steps"]
+            environ = {**os.environ, **meeting, **own}
+            started.append(subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environ))
+    return [process.wait(START_UP_S) for process in started]
+
+
+def noted(plan: RunPlan, rank: int) -> list[tuple[int, int]]:
+    lines = (Path(plan.run_dir) / f"steps_{rank}.jsonl").read_text().splitlines()
+    return [(entry["attempt"], entry["step"]) for entry in map(json.loads, lines)]
+
+
+def test_hosts_that_know_of_fewer_restarts_follow_the_others(tmp_path: Path) -> None:
+    """Torchrun counts on each host for itself, and doesn't count a restart because a host came."""
+    plan = plan_of(tmp_path, facts={"steps": 6, "every": 2, "raise_at": [[n, r, 5] for n in (0, 1) for r in (0, 1)]})
+    assert attempt(plan, (0, 0)) == [1, 1]
+    assert attempt(plan, (0, 0)) == [1, 1], "not counted at all"
+    (tmp_path / "torchrun.json").unlink()  # the counts alone tell
+    assert attempt(plan, (2, 0)) == [0, 0], (tmp_path / "out.txt").read_text()
+    for rank in (0, 1):
+        assert noted(plan, rank) == [*((0, step) for step in (1, 2, 3, 4)), (2, 5), (2, 6)]

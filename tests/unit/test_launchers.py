@@ -6,15 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from framework import preemption
-from framework.errors import EXIT_USAGE, PlanError, UsageError
+from framework import external, preemption
+from framework.errors import EXIT_USAGE, PlanError, RunFailedError, UsageError
 from framework.launch import StopSignals, check
 from framework.plan import Failure, MeshSpec, RunPlan
-from framework.rank_env import external_rank, worker_environment
+from framework.rank_env import external_rank, name_of_process, worker_environment
 from framework_plugins.launcher.local import Local
 from framework_plugins.launcher.spawn import Spawn
 from framework_plugins.launcher.torchrun import Torchrun
@@ -41,6 +42,27 @@ def test_external_rank() -> None:
     assert external_rank({"RANK": "3", "WORLD_SIZE": "4"}) is None, "left over, not torchrun"
     with pytest.raises(UsageError, match="unset TORCHELASTIC_RUN_ID"):
         external_rank({"TORCHELASTIC_RUN_ID": "x"})
+
+
+def test_a_restart_is_known_by_who_began_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = str(tmp_path)
+    assert external._note(run, ["one", "two"], 0) == 0
+    assert external._note(run, ["one", "two"], 0) == 0, "a program that trains twice"
+    monkeypatch.setattr(external, "name_of_process", lambda pid: f"another rank 0, {pid}")
+    assert external._note(run, ["two", "three"], 0) == 1, "one has come, one was there"
+    monkeypatch.setattr(external, "name_of_process", lambda pid: f"a third, {pid}")
+    assert external._note(run, ["three", "three"], 5) == 5, "a host counts more"
+    monkeypatch.setattr(external, "name_of_process", lambda pid: f"a fourth, {pid}")
+    assert external._note(run, ["four", "five"], 0) == 0, "another command"
+    (tmp_path / "torchrun.json").write_text("nonsense")
+    told = external._note(run, ["four", "five"], 0)
+    assert isinstance(told, RunFailedError)
+    assert "torchrun.json can't be kept" in str(told)
+
+
+def test_names_of_processes() -> None:
+    mine = name_of_process(os.getpid())
+    assert mine == name_of_process(os.getpid()) != name_of_process(os.getppid())
 
 
 @pytest.mark.usefixtures("torchrun")

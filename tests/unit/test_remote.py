@@ -19,8 +19,9 @@ from framework.errors import UsageError
 from framework.plan import RunPlan
 from framework.versions import Clock
 from framework_plugins.checkpoint import remote, tiers
+from framework_plugins.checkpoint.copier import Remote
 from framework_plugins.checkpoint.dcp import DCP
-from framework_plugins.checkpoint.remote import Remote, RemoteError
+from framework_plugins.checkpoint.remote import RemoteError
 from framework_plugins.checkpoint.storage import file_name
 from framework_plugins.checkpoint.store import ShardedStore
 
@@ -59,18 +60,39 @@ def save(run: Path, step: int) -> Path:
     return path
 
 
-def opened(url: str, run: Path, keep: int = 2) -> Remote:
+def opened(url: str, run: Path, keep: int = 2, **best: Any) -> Remote:
     run.mkdir(exist_ok=True)
-    return Remote(url, keep, RunPlan(run_id=run.name, run_dir=str(run)))
+    return Remote(url, keep, RunPlan(run_id=run.name, run_dir=str(run)), **best)
+
+
+def settled(to: Remote) -> None:
+    end = time.monotonic() + 30
+    while not to.idle:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def copied(to: Remote, *paths: Path) -> None:
     for path in paths:
         to.send(path)
-        end = time.monotonic() + 30
-        while not to.idle:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        settled(to)
+
+
+def scored(to: Remote, path: Path, value: float) -> None:
+    """Score a checkpoint on disk, and tell the scores there."""
+    files.write_score(path, "loss", to.better, value)
+    to.scores(files.by_score(files.marks(path.parent)[0], to.better))
+    settled(to)
+
+
+def there(to: Remote) -> dict[int, str | None]:
+    """Return step -> score of what the catalogue has, which is what the storage has."""
+    rows = remote.newest(to.url, to.name)
+    system, root = fsspec.core.url_to_fs(to.url)
+    system.invalidate_cache()
+    stored = sorted(Path(name).name for name in system.ls(f"{root}/{to.name}", detail=False))
+    assert stored == sorted(row["name"] for row in rows)
+    return {row["step"]: row["score"] for row in reversed(rows)}
 
 
 def loaded(path: str | Path) -> bool:
@@ -135,6 +157,64 @@ def test_a_copy_that_was_cut_off_is_not_in_the_catalogue(url: str, tmp_path: Pat
     assert remote.find(url, str(tmp_path / "elsewhere")).step == 2
 
 
+@pytest.mark.parametrize(("better", "kept"), [("min", {2: "0.5", 8: None}), ("max", {4: "0.9", 8: None})])
+def test_the_best_is_kept_besides_the_newest(url: str, tmp_path: Path, better: str, kept: dict[int, str]) -> None:
+    run = tmp_path / "mine"
+    to = opened(url, run, 1, top_k=1, better=better)
+    for step, value in ((2, 0.5), (4, 0.9), (6, 0.7)):
+        path = save(run, step)
+        copied(to, path)
+        scored(to, path, value)  # later than it was copied
+    assert there(to).keys() == {*kept, 6} - {8}
+    copied(to, save(run, 8))
+    assert there(to) == kept
+    again = opened(url, run, 1, top_k=1, better=better)
+    assert there(again) == kept, "the next life has the scores from the storage"
+    copied(again, save(run, 10))
+    assert there(again) == {**{step: score for step, score in kept.items() if step != 8}, 10: None}
+
+
+def test_a_best_one_that_was_passed_over_is_copied(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Copies come in slower than checkpoints: the newest goes first, and what is best on disk after it."""
+    run = tmp_path / "mine"
+    to = opened(url, run, 1, top_k=1)
+    best, newest = save(run, 2), save(run, 4)
+    copied(to, newest)
+    scored(to, best, 0.5)
+    assert there(to) == {2: "0.5", 4: None}
+    for step in (2, 4):
+        files.remove(files.folder_of(run) / files.step_name(step))
+    worse = save(run, 6)
+    copied(to, worse)
+    scored(to, worse, 0.9)
+    copied(to, save(run, 8))
+    assert there(to) == {2: "0.5", 8: None}, "a disk that lost its best has another best"
+    with caplog.at_level("INFO"):
+        scored(to, worse, 0.9)
+    assert there(to) == {2: "0.5", 8: None}
+    assert "step-000006 is in" not in caplog.text, "nor is it copied to be deleted"
+
+
+def test_none_is_deleted_where_that_is_asked_for(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    to = opened(url, run, 1, top_k=-1)
+    copied(to, *(save(run, step) for step in (2, 4, 6)))
+    assert there(to) == {2: None, 4: None, 6: None}
+
+
+def test_what_was_fetched_is_forgotten(url: str, tmp_path: Path) -> None:
+    to = opened(url, tmp_path / "mine")
+    copied(to, save(tmp_path / "mine", 2))
+    run = str(tmp_path / "elsewhere")
+    path = Path(remote.find(url, run).path)
+    (path.parent / ".step-000004.0a1b2c3d.tmp").mkdir()  # of a fetch that was killed
+    found = remote.copies(run)
+    remote.forget(found)
+    assert len(found) == 2
+    assert not list(path.parent.glob("*step*"))
+    assert loaded(remote.find(url, run).path), "it can be had again"
+
+
 def test_what_is_on_its_way_is_needed(tmp_path: Path) -> None:
     run = tmp_path / "mine"
     to = opened(f"file://{tmp_path}/storage", run)
@@ -170,8 +250,15 @@ def test_of_several_runs_one_must_be_named(url: str, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="it has no catalogue of runs"):
-        remote.find(f"file://{tmp_path}/nothing", str(tmp_path))
+    nothing = f"file://{tmp_path}/nothing"
+    with pytest.raises(UsageError, match=rf"no catalogue of runs\. Type .*catalogue {nothing}.*or ckpt_path=null"):
+        remote.find(nothing, str(tmp_path))
+    with pytest.raises(UsageError, match=rf"no such checkpoint; `python -m framework catalogue {nothing}` shows"):
+        remote.find(f"{nothing}/run-0a1b2c3d", str(tmp_path))
+    to = opened(f"file://{tmp_path}/storage", tmp_path / "mine")
+    copied(to, save(tmp_path / "mine", 2))
+    with pytest.raises(UsageError, match="no such checkpoint; of this run it has step-000002"):
+        remote.find(f"{to.url}/{to.name}/step-000004", str(tmp_path))
     with pytest.raises(UsageError, match="can't be opened"):
         remote.find("nonsense://bucket", str(tmp_path))
     (tmp_path / "file").write_text("no folder")
@@ -252,11 +339,12 @@ def test_names_from_far_away_stay_in_the_folder(url: str, tmp_path: Path) -> Non
 
 def test_the_command_shows_the_catalogue(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "mine"
-    to = opened(url, run)
+    to = opened(url, run, top_k=1)
     copied(to, save(run, 2))
+    scored(to, files.folder_of(run) / files.step_name(2), 0.25)
     assert main(["catalogue", url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[to.name]["checkpoints"][0]["step"] == 2
     assert main(["catalogue", url]) == 0
     out = capsys.readouterr().out
     assert to.name in out
-    assert "step 2" in out
+    assert "step 2 (0.25)" in out

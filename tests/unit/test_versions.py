@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -49,10 +51,24 @@ def test_ranks_that_read_different_versions_are_named() -> None:
         versions.check_same("Loading x", [clock, Clock(1, (4,)).to_dict(), clock])
 
 
-def test_lives_are_counted(tmp_path) -> None:
-    assert [versions.begin(tmp_path) for _ in range(3)] == [1, 2, 3]
+def start(run: Path) -> int:
+    life = versions.next_life(run)
+    versions.begin(run, life)
+    return life
+
+
+def test_lives_are_counted(tmp_path: Path) -> None:
+    assert [start(tmp_path) for _ in range(3)] == [1, 2, 3]
     (tmp_path / versions.LIVES).write_text("nonsense")
-    assert versions.begin(tmp_path) == 1
+    assert start(tmp_path) == 1
     path = files.folder_of(tmp_path) / files.step_name(2)
     ShardedStore().save(str(path), {"model.a": torch.ones(1)}, {"step": 2, "clock": Clock(7, (2,)).to_dict()})
-    assert versions.begin(tmp_path) == 8, "no life may seem older than what it finds"
+    assert start(tmp_path) == 8, "no life may seem older than what it finds"
+
+
+def test_a_life_that_could_not_be_noted_is_none_once_another_has_begun(tmp_path: Path) -> None:
+    late = versions.next_life(tmp_path)
+    assert start(tmp_path) == late
+    with pytest.raises(VersionError, match=r"was started again \(life 1\) since this life \(1\) began"):
+        versions.begin(tmp_path, late)
+    assert versions.next_life(tmp_path) == 2

@@ -81,8 +81,8 @@ def measure(megabytes: int, ranks: int, rounds: int) -> dict[str, Any]:
     from framework.plan import RunPlan
     from framework.testing import WorkerPool
     from framework_plugins.checkpoint import memory, tiers
+    from framework_plugins.checkpoint.copier import Remote
     from framework_plugins.checkpoint.dcp import DCP
-    from framework_plugins.checkpoint.remote import Remote
 
     os.environ.setdefault("FRAMEWORK_PEER_KEY", secrets.token_hex(16))
     rows: dict[str, Any] = {}

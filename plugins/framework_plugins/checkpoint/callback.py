@@ -22,11 +22,11 @@ from framework.encoding import encode
 from framework.errors import UsageError
 from framework.plan import RunPlan
 from framework.schedule_changes import schedule_changes
-from framework_plugins.checkpoint import memory
+from framework_plugins.checkpoint import memory, remote
+from framework_plugins.checkpoint.copier import Remote
 from framework_plugins.checkpoint.dcp import DCP
 from framework_plugins.checkpoint.pace import Pace
 from framework_plugins.checkpoint.peers import Peers
-from framework_plugins.checkpoint.remote import Remote
 from framework_plugins.checkpoint.store import ShardedStore
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class Checkpoints(Checkpoint):
         self._whole = Path()
         """The last checkpoint in memory that is whole with the peers; it is kept until a newer one is."""
         self._remote: Remote | None = None
+        self._fetched: set[Path] = set()
+        """Copies from far away that were there when training began: nobody loads them any more."""
         self._memory: Path | None = None
         """Folder of the checkpoints in memory, while there are to be any."""
         self._remembered_step = 0
@@ -170,6 +172,7 @@ class Checkpoints(Checkpoint):
         self._saved_step = self._begun_step = trainer.global_step
         self._here = trainer.strategy.broadcast((self.folder / files.step_name(trainer.global_step)).is_dir())
         self._start = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
+        self._fetched = remote.copies(self._run_dir) if ranks()[0] == 0 else set()
         if self.settings.memory_every_n_steps:
             made = together("Making room in memory", self._make_memory, CheckpointError)
             name, stale = trainer.strategy.broadcast(made)
@@ -210,9 +213,10 @@ class Checkpoints(Checkpoint):
             self._keep_in_memory({path, self._whole})
 
     def _open_remote(self) -> Remote | None:
-        if ranks()[0] != 0 or self.settings.remote is None:
+        of = self.settings
+        if ranks()[0] != 0 or of.remote is None:
             return None
-        return Remote(self.settings.remote, self.settings.remote_keep, self._plan)
+        return Remote(of.remote, of.remote_keep, self._plan, of.save_top_k, of.monitor_mode)
 
     def _make_memory(self) -> tuple[str, bool]:
         """Return, on rank 0, the folder in memory, and whether it is older than where this attempt begins."""
@@ -232,6 +236,8 @@ class Checkpoints(Checkpoint):
             self._tidy(path, self._scores.pop(path))
             if self._remote is not None:
                 self._remote.send(path)
+            remote.forget(self._fetched)  # this run has one of its own now
+            self._fetched = set()
         elif path.parent == self._memory and self._peers is None:  # and not another callback's
             self._keep_in_memory({path})
 
@@ -363,7 +369,9 @@ class Checkpoints(Checkpoint):
         best = self._best(marks)
         # A score of this step may be still to come: the newest are kept in any case.
         kept = {mark.path for mark in (*best, *marks[-self.settings.keep :])} | {path}
-        kept |= self._remote.needed if self._remote is not None else set()
+        if self._remote is not None:
+            self._remote.scores([mark for mark in marks if mark.path in kept and mark.score is not None])
+            kept |= self._remote.needed
         if self.settings.save_top_k != -1:
             for mark in marks:
                 if mark.path not in kept and mark.path.resolve() != self._start:
@@ -377,9 +385,13 @@ class Checkpoints(Checkpoint):
 
     # -- what goes along -------------------------------------------------------------------------------------------
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the store; refuse hyper-parameters that no checkpoint can hold now, and not at the first save."""
+        """Take the store; refuse before the first save what no checkpoint can hold, and a folder that takes none."""
         strategy: Any = trainer.strategy
         self.store = strategy.state.store
+        try:
+            strategy.state.begin_life()
+        except CheckpointError as error:
+            self._failed(error)
         for owner in (pl_module, getattr(trainer, "datamodule", None)):
             if owner is not None and self._on:
                 encode(dict(owner.hparams), {}, "meta.hyper_parameters")

@@ -11,7 +11,7 @@ from typing import Any
 from framework.errors import EXIT_OK
 from framework.guide import PROGRAM
 from framework.hookspecs import takes_words
-from framework_plugins.checkpoint import remote
+from framework_plugins.checkpoint import copier, remote
 
 
 @takes_words
@@ -39,17 +39,21 @@ def _show(url: str, found: Mapping[str, Mapping[str, Any]]) -> None:
     from framework.job import console
 
     if not found:
-        console().print(f"{url} has no catalogue of runs.", markup=False)
+        console().print(
+            f"{url} has no catalogue of runs: type what checkpoint.remote was when a run saved.", markup=False
+        )
         return
-    table = Table("run", "mesh", "newest", "saved", "kept", "GB", title=url)
+    table = Table("run", "mesh", "newest", "saved", "best", "kept", "GB", title=url)
     for name, entry in found.items():
         rows = entry["checkpoints"]
         last = rows[-1] if rows else None
+        best = next(iter(copier.ranked(rows, str(entry.get("better", "min")))), None)
         table.add_row(
             name,
             str(entry["mesh"]),
             "none" if last is None else f"step {last['step']}",
             "" if last is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["saved"])),
+            "" if best is None else f"step {best.step} ({best.score:.6g})",
             str(len(rows)),
             f"{sum(row['bytes'] for row in rows) / 1e9:.2f}",
         )

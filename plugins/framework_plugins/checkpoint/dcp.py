@@ -35,7 +35,7 @@ class DCP:
         peers: host:port of keepers (`python -m framework keep`), one a host in the order of the hosts, or any others;
             each checkpoint in memory is copied to another host's.
         remote: URL, as fsspec has them, to which each checkpoint on disk is copied, with a catalogue; null = none.
-        remote_keep: how many of the newest are kept there.
+        remote_keep: how many of the newest are kept there, besides the `save_top_k` best.
         mode: `async` = training goes on as soon as each rank has copied what it holds, and a thread writes (twice the
             memory of the state); `sync` = training waits until all is on disk; `auto` = the first save is waited
             for, and the rest as well if that took a quarter of a second or less, or if the steps beside a save lost
