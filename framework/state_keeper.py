@@ -15,10 +15,18 @@ from torch.optim import Optimizer
 from framework import versions
 from framework.adapters import lightning_private
 from framework.agreement import gather, ranks, together
-from framework.checkpoint import CheckpointStore, load_checkpoint, load_module_state, save_checkpoint
+from framework.checkpoint import (
+    CHANGED,
+    GROUPS,
+    CheckpointStore,
+    load_checkpoint,
+    load_module_state,
+    save_checkpoint,
+)
 from framework.checkpoint_files import CheckpointError, DamagedError, mark_damaged
+from framework.going_on import Trained
 from framework.plan import FILE, Checkpoint
-from framework.state import module_state, optimizer_state
+from framework.state import module_state, optimizer_state, restore_groups
 
 if TYPE_CHECKING:
     from framework.strategy import MeshStrategy
@@ -39,6 +47,10 @@ class StateKeeper:
         self.module = module
         self._store: CheckpointStore | None = None
         self._untold: tuple[str, int] | None = None
+        self.trained: Trained | None = None
+        """What of it was changed since the run began; None = nobody looks (an engine of its own)."""
+        self._groups: list[tuple[Optimizer, Any, Any]] = []
+        """Optimizers that were restored, the list of their groups then, and the saved groups."""
         plan = strategy.plan
         self._life = 0
         if module.trainer.state.fn == "fit" and plan.chosen("checkpoint") is not None:
@@ -66,6 +78,8 @@ class StateKeeper:
     def save(self, checkpoint: dict[str, Any], path: str | PathLike[str]) -> None:
         """Write a checkpoint and tell the plugins. Collective."""
         self.wait()
+        if self.trained is not None and checkpoint.get("optimizer_states"):
+            checkpoint[CHANGED] = self.trained.changes()
         save_checkpoint(self.store, checkpoint, str(path), self.strategy.plan.mesh, self._life)
         self._untold = (str(path), int(checkpoint["global_step"]))
         if not getattr(self.store, "saving", False):
@@ -99,6 +113,10 @@ class StateKeeper:
     def read(self, path: str, fitting: bool) -> dict[str, Any]:
         """Fill the module, and if `fitting` the optimizers, from one checkpoint. Collective."""
         began = time.perf_counter()
+        if fitting and self.trained is not None:
+            meta = together(f"Loading {path}", lambda: self.store.read_meta(path), CheckpointError)
+            names = [[group["names"] for group in optimizer["groups"]] for optimizer in meta["optimizers"]]
+            self.trained.again(meta.get(CHANGED, {"requires_grad": {}, "added": []}), names)
         loaded = load_checkpoint(
             self.store,
             path,
@@ -108,6 +126,11 @@ class StateKeeper:
             strict=self.module.strict_loading,
             averaging=bool(self.strategy.averages),
         )
+        saved = loaded.pop(GROUPS, [])
+        self._groups = [
+            (optimizer, optimizer.param_groups, groups)
+            for optimizer, groups in zip(self.strategy.optimizers if fitting else (), saved, strict=False)
+        ]
         if ranks()[0] == 0:
             log.info("%s was loaded in %.2f s, every hash checked.", path, time.perf_counter() - began)
         return loaded
@@ -146,6 +169,13 @@ class StateKeeper:
     def put_back(self, checkpoint: Mapping[str, Any]) -> None:
         """Take over tensors that the user's `on_load_checkpoint` put into the loaded `state_dict`."""
         load_module_state(self.module, checkpoint["state_dict"])
+
+    def put_back_groups(self) -> None:
+        """Once all callbacks have begun: those who make groups of their own (`BaseFinetuning`) have old settings."""
+        for optimizer, then, saved in self._groups:
+            if optimizer.param_groups is not then:
+                restore_groups(self.module, optimizer, saved)
+        self._groups = []
 
     def wait(self) -> None:
         """Return when everything saved is durable; tell the plugins what is complete now. Collective."""
