@@ -232,7 +232,7 @@ class Trainer(pl.Trainer):
         return super().predict(model, dataloaders, datamodule, return_predictions, start, **kwargs)
 
     def _found(self, asked: Any) -> Any:
-        """Return the checkpoint that is meant; Lightning asks its own callbacks alone, and then trains from the start."""
+        """Return the checkpoint that is meant; Lightning asks its own callbacks alone, then trains from the start."""
         word = asked in ("last", "auto")
         if not asked or (not word and not folder_of(asked).is_dir()):
             return asked
