@@ -52,8 +52,6 @@ AVERAGED = "current_model_state"
 """Key under which Lightning's averaging callbacks put the weights that are trained; then `state_dict` is an average."""
 CHANGED = "changed"
 """Key under which each rank tells which parameters were frozen, thawed or given to an optimizer since its run began."""
-GROUPS = "optimizer_groups"
-"""Key of the loaded dict: the saved groups of each optimizer."""
 TRAINED = "current."
 """Names of these weights in a checkpoint begin so."""
 _OWN_KEYS = ("state_dict", "optimizer_states", RANK_STATE, AVERAGED, CHANGED, "hparams_type", "datamodule_hparams_type")
@@ -336,7 +334,6 @@ def _finish(
         changes = restore_optimizer(module, optimizer, f"optimizer.{number}.", loaded, groups, own)
         for change in changes:
             _say(f"Resumed with the checkpoint's setting of optimizer {number}: {change}")
-    result[GROUPS] = [optimizer["groups"] for optimizer in saved]
     prefix = f"rank.{ranks()[0]}."
     rank_state = {name.removeprefix(prefix): tensor for name, tensor in loaded.items() if name.startswith(prefix)}
     if rank_state:

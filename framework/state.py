@@ -272,12 +272,12 @@ def restore_optimizer(
             if names[parameter] in state:
                 saved, understood = state[names[parameter]], getattr(optimizer, "loaded_state", None)
                 optimizer.state[parameter] = understood(parameter, saved) if understood else saved
-    return restore_groups(module, optimizer, groups)
+    return _restore_groups(optimizer, names, groups)
 
 
-def restore_groups(module: nn.Module, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Give an optimizer's groups their saved settings; returns what differs from this run's, in words."""
-    names = parameter_names(module)
+def _restore_groups(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], groups: Sequence[Mapping[str, Any]]
+) -> list[str]:
     by_name = {name: group["values"] for group in groups for name in group["names"]}
     changes = []
     for number, group in enumerate(optimizer.param_groups):

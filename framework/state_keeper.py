@@ -17,7 +17,6 @@ from framework.adapters import lightning_private
 from framework.agreement import gather, ranks, together
 from framework.checkpoint import (
     CHANGED,
-    GROUPS,
     CheckpointStore,
     load_checkpoint,
     load_module_state,
@@ -26,7 +25,7 @@ from framework.checkpoint import (
 from framework.checkpoint_files import CheckpointError, DamagedError, mark_damaged
 from framework.going_on import Trained
 from framework.plan import FILE, Checkpoint
-from framework.state import module_state, optimizer_state, restore_groups
+from framework.state import module_state, optimizer_state
 
 if TYPE_CHECKING:
     from framework.strategy import MeshStrategy
@@ -49,8 +48,6 @@ class StateKeeper:
         self._untold: tuple[str, int] | None = None
         self.trained: Trained | None = None
         """What of it was changed since the run began; None = nobody looks (an engine of its own)."""
-        self._groups: list[tuple[Optimizer, Any, Any]] = []
-        """Optimizers that were restored, the list of their groups then, and the saved groups."""
         plan = strategy.plan
         self._life = 0
         if module.trainer.state.fn == "fit" and plan.chosen("checkpoint") is not None:
@@ -126,11 +123,6 @@ class StateKeeper:
             strict=self.module.strict_loading,
             averaging=bool(self.strategy.averages),
         )
-        saved = loaded.pop(GROUPS, [])
-        self._groups = [
-            (optimizer, optimizer.param_groups, groups)
-            for optimizer, groups in zip(self.strategy.optimizers if fitting else (), saved, strict=False)
-        ]
         if ranks()[0] == 0:
             log.info("%s was loaded in %.2f s, every hash checked.", path, time.perf_counter() - began)
         return loaded
@@ -169,13 +161,6 @@ class StateKeeper:
     def put_back(self, checkpoint: Mapping[str, Any]) -> None:
         """Take over tensors that the user's `on_load_checkpoint` put into the loaded `state_dict`."""
         load_module_state(self.module, checkpoint["state_dict"])
-
-    def put_back_groups(self) -> None:
-        """Once all callbacks have begun: those who make groups of their own (`BaseFinetuning`) have old settings."""
-        for optimizer, then, saved in self._groups:
-            if optimizer.param_groups is not then:
-                restore_groups(self.module, optimizer, saved)
-        self._groups = []
 
     def wait(self) -> None:
         """Return when everything saved is durable; tell the plugins what is complete now. Collective."""

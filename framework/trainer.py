@@ -64,9 +64,6 @@ class MeshCallback(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on with schedules and metrics where they were; begin to write the ledger."""
-        state = strategy_of(trainer).state
-        if state is not None:
-            state.put_back_groups()
         self.metrics.resume(trainer)
         self.ledger.start(trainer)
 

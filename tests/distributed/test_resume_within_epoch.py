@@ -128,7 +128,8 @@ class Plateau(Mlp):
         ({"monitor": "val_loss"}, None),
         ({"monitor": "mean"}, None),
         ({"monitor": "train_loss", "interval": "step"}, None),
-        ({"monitor": "val_loss", "interval": "step", "frequency": 3}, 3),  # asked at steps without a validation too
+        # asked two steps after a validation
+        ({"monitor": "val_loss", "interval": "step", "frequency": 2, "strict": False}, 3),
     ],
 )
 def test_a_schedule_that_watches_a_metric_goes_on(pool: Any, tmp_path: Path, config: Any, interval: Any) -> None:
