@@ -280,6 +280,8 @@ def load_checkpoint(
     scope = ("model.", *(("optimizer.", TRAINED) if optimizers is not None else ())) if strict else ()
     store.load(path, template, scope)
     _report_casts(template, entries)
+    if not strict:
+        _report_gaps(live, entries)
     result = together(what, lambda: _finish(meta, live, module, optimizers or (), template), CheckpointError)
     if averaged:
         first = {name: name for name in live.tensors} | live.ties
@@ -377,6 +379,17 @@ def _report_casts(template: Mapping[str, Tensor], entries: Entries) -> None:
             casts.setdefault((entries[name][0], tensor.dtype), set()).add(name)
     for (saved, now), names in casts.items():
         _say(f"Loaded {_some(names)} as {now}, saved as {saved}".replace("torch.", ""))
+
+
+def _report_gaps(live: ModuleState, entries: Entries) -> None:
+    """Say what `strict_loading = False` let pass; collective."""
+    names = {f"model.{name}" for name in live.tensors}
+    fresh, wanted = set().union(*gather(names - set(entries))), set().union(*gather(names))
+    left = {name for name in entries if name.startswith("model.")} - wanted
+    if fresh:
+        _say(f"strict_loading=False: {_some(fresh)} aren't in the checkpoint and stay as they are")
+    if left:
+        _say(f"strict_loading=False: nothing in this run takes {_some(left)}")
 
 
 def _some(names: set[str]) -> str:

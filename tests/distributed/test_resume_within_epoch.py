@@ -244,12 +244,12 @@ def test_what_an_optimizer_keeps_beside_its_slots_comes_back(pool: Any, tmp_path
     check(pool, tmp_path, WithCounting, [ONE, FSDP])
 
 
-def lines_of(run_dir: Path, start: str | None, lr: float) -> list[str]:
+def lines_of(run_dir: Path, start: str | None, lr: float, make: Any = None) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
-    train(run_dir, ONE, partial(Faster, lr), list, start)
+    train(run_dir, ONE, make or partial(Faster, lr), list, start)
     logging.getLogger().removeHandler(handler)
     return lines
 
@@ -272,6 +272,25 @@ def test_another_learning_rate_is_told(pool: Any, tmp_path: Path) -> None:
     (other,) = pool.run(lines_of, 1, tmp_path / "other", start, 0.5, process_group=False)
     assert not any("lr of group" in line for line in same)
     assert any("lr of group 0: 0.05 from the checkpoint, this run's settings say 0.5" in line for line in other)
+
+
+class Longer(Plateau):
+    """With a layer that no checkpoint has, which it says."""
+
+    def __init__(self) -> None:
+        super().__init__(monitor="val_loss")
+        self.strict_loading = False
+        self.more = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.more(super().forward(x))
+
+
+def test_what_strict_loading_lets_pass_is_told(pool: Any, tmp_path: Path) -> None:
+    pool.run(lines_of, 1, tmp_path / "whole", None, 0.05, process_group=False)
+    start = str(folder_of(tmp_path / "whole") / step_name(STOP))
+    (lines,) = pool.run(lines_of, 1, tmp_path / "longer", start, 0.05, Longer, process_group=False)
+    assert any("model.more.bias, model.more.weight aren't in the checkpoint" in line for line in lines)
 
 
 class Shadow(Callback):
