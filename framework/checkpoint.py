@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from framework import versions
 from framework.agreement import gather, ranks, together
 from framework.checkpoint_files import CheckpointError
-from framework.encoding import decode, encode, tensor_entries
+from framework.encoding import check_pieces, decode, encode, tensor_entries, tensor_paths
+from framework.going_on import merged
 from framework.plan import Checkpoint, MeshSpec
 from framework.state import (
     Entries,
@@ -49,9 +50,11 @@ RANK_STATE = "rank_state"
 """Key of Lightning's checkpoint dict under which callbacks may put tensors of this rank alone: name -> tensor."""
 AVERAGED = "current_model_state"
 """Key under which Lightning's averaging callbacks put the weights that are trained; then `state_dict` is an average."""
+CHANGED = "changed"
+"""Key under which each rank tells which parameters were frozen, thawed or given to an optimizer since its run began."""
 TRAINED = "current."
 """Names of these weights in a checkpoint begin so."""
-_OWN_KEYS = ("state_dict", "optimizer_states", RANK_STATE, AVERAGED, "hparams_type", "datamodule_hparams_type")
+_OWN_KEYS = ("state_dict", "optimizer_states", RANK_STATE, AVERAGED, CHANGED, "hparams_type", "datamodule_hparams_type")
 """Keys of Lightning's dict that aren't carried over as they are; stored hyper-parameters are plain: no type needed."""
 
 
@@ -133,11 +136,14 @@ def save_checkpoint(
     optimizers = checkpoint.get("optimizer_states", [])
     own = checkpoint.get(RANK_STATE, {})
     tensors = together(what, lambda: _named_tensors(model, trained, optimizers, own), CheckpointError)
+    rest = {key: value for key, value in checkpoint.items() if key not in _OWN_KEYS}
     reports = gather(
         {
+            "kept": tensor_paths(rest),
             "held": {*model.tensors, *model.ties},
             "absent": model.absent,
             "ties": model.ties,
+            "changed": checkpoint.get(CHANGED),
             "extra": model.extra,
             "optimizers": [_groups(state) for state in optimizers],
             "step": int(checkpoint.get("global_step", 0)),
@@ -153,12 +159,13 @@ def save_checkpoint(
         lost = set().union(*(report["absent"] for report in reports)) - held
         if lost:
             raise CheckpointError(f"No rank holds {_some(lost)}: still on the meta device everywhere")
-        rest = {key: value for key, value in checkpoint.items() if key not in _OWN_KEYS}
+        check_pieces([report["kept"] for report in reports])
         meta_tensors: dict[str, Tensor] = {}
         meta = {
             "step": reports[0]["step"],
             "clock": at,
             "mesh": dataclasses.asdict(mesh),
+            CHANGED: merged([report["changed"] for report in reports if report["changed"] is not None]),
             "ties": {name: first for report in reports for name, first in report["ties"].items()},
             "lightning": encode(rest, meta_tensors),
             "extra": encode(
@@ -189,7 +196,7 @@ def _groups(state: Mapping[str, Any]) -> dict[str, Any]:
         {"values": {key: value for key, value in group.items() if key != "params"}, "names": list(group["params"])}
         for group in state["param_groups"]
     ]
-    return {"class": state["class"], "groups": groups}
+    return {"class": state["class"], "groups": groups, "own": state.get("own", {})}
 
 
 def _merge(optimizers: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -206,6 +213,7 @@ def _merge(optimizers: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, 
         merged.append(
             {
                 "class": first["class"],
+                "own": first["own"],
                 "groups": [{"values": group["values"], "names": list(group["names"])} for group in groups],
             }
         )
@@ -272,6 +280,8 @@ def load_checkpoint(
     scope = ("model.", *(("optimizer.", TRAINED) if optimizers is not None else ())) if strict else ()
     store.load(path, template, scope)
     _report_casts(template, entries)
+    if not strict:
+        _report_gaps(live, entries)
     result = together(what, lambda: _finish(meta, live, module, optimizers or (), template), CheckpointError)
     if averaged:
         first = {name: name for name in live.tensors} | live.ties
@@ -322,7 +332,8 @@ def _finish(
             module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     saved = decode(meta["optimizers"], loaded)
     for number, optimizer in enumerate(optimizers):
-        changes = restore_optimizer(module, optimizer, f"optimizer.{number}.", loaded, saved[number]["groups"])
+        groups, own = saved[number]["groups"], saved[number].get("own")
+        changes = restore_optimizer(module, optimizer, f"optimizer.{number}.", loaded, groups, own)
         for change in changes:
             _say(f"Resumed with the checkpoint's setting of optimizer {number}: {change}")
     prefix = f"rank.{ranks()[0]}."
@@ -368,6 +379,17 @@ def _report_casts(template: Mapping[str, Tensor], entries: Entries) -> None:
             casts.setdefault((entries[name][0], tensor.dtype), set()).add(name)
     for (saved, now), names in casts.items():
         _say(f"Loaded {_some(names)} as {now}, saved as {saved}".replace("torch.", ""))
+
+
+def _report_gaps(live: ModuleState, entries: Entries) -> None:
+    """Say what `strict_loading = False` let pass; collective."""
+    names = {f"model.{name}" for name in live.tensors}
+    fresh, wanted = set().union(*gather(names - set(entries))), set().union(*gather(names))
+    left = {name for name in entries if name.startswith("model.")} - wanted
+    if fresh:
+        _say(f"strict_loading=False: {_some(fresh)} aren't in the checkpoint and stay as they are")
+    if left:
+        _say(f"strict_loading=False: nothing in this run takes {_some(left)}")
 
 
 def _some(names: set[str]) -> str:

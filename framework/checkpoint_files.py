@@ -286,6 +286,11 @@ def read_mark(path: str | os.PathLike[str]) -> Mark:
         CheckpointError: the directory isn't a complete checkpoint, and why.
     """
     path = Path(path)
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file, and a checkpoint is a folder ({step_name(12)}): to begin with the weights of a file of"
+            " Lightning's or torch's, load them in your module with torch.load(..., weights_only=True)"
+        )
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint: there is no such directory")
     _check_unmarked(path)
@@ -300,7 +305,8 @@ def read_mark(path: str | os.PathLike[str]) -> Mark:
         hashes = dict(mark.get("hashes", {}))
         life = life_of(mark)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a complete checkpoint: its commit mark {META} is missing") from None
+        hint = f"; type {folder_of(path) / LAST} for that run's newest" if folder_of(path).is_dir() else ""
+        raise CheckpointError(f"{path} is not a complete checkpoint: its commit mark {META} is missing{hint}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: {META} can't be read ({error})") from error
     _check_sizes(path, files)

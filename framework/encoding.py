@@ -10,8 +10,8 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
-from datetime import datetime, timedelta
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime, timedelta
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from omegaconf import Container, OmegaConf
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from framework.checkpoint_files import CheckpointError
 
@@ -41,6 +42,7 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str = PREFIX) -> Any:
         return _number(value)
     if isinstance(value, Tensor):
         name = _free(where, tensors)
+        _check_whole(value, where)
         tensors[name] = value.detach().clone()  # ModelCheckpoint keeps one score under several keys
         return _tagged("tensor", [name, str(value.dtype).removeprefix("torch."), list(value.shape)])
     if isinstance(value, Container):
@@ -62,7 +64,7 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str = PREFIX) -> Any:
         if isinstance(value, kind):
             return _tagged(tag, write(value))
     raise CheckpointError(
-        f"The checkpoint can't hold {where.removeprefix(PREFIX + '.')}: {_type_name(value)} is not plain data."
+        f"The checkpoint can't hold {_said(where)}: {_type_name(value)} is not plain data."
         f" Leave it out (a hyper-parameter: self.save_hyperparameters(ignore=[...])), or store numbers, text, tensors,"
         f" lists and dicts instead"
     )
@@ -116,6 +118,57 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def tensor_paths(value: Any, where: str = PREFIX) -> set[str]:
+    """Paths of the tensors that `encode` would set aside; copies nothing."""
+    if isinstance(value, Tensor):
+        return {where}
+    if isinstance(value, Mapping):
+        return {path for key, item in value.items() for path in tensor_paths(item, f"{where}.{key}")}
+    if isinstance(value, (list, tuple, deque)):
+        return {path for number, item in enumerate(value) for path in tensor_paths(item, f"{where}.{number}")}
+    return set()
+
+
+def check_pieces(everyone: Sequence[set[str]]) -> None:
+    """Refuse tensors that other ranks keep and rank 0, whose state a checkpoint takes, does not (stages of a pipeline).
+
+    Args:
+        everyone: `tensor_paths` of each rank.
+    """
+    for rank, paths in enumerate(everyone):
+        lost = sorted(paths - everyone[0])
+        if lost:
+            raise CheckpointError(
+                f"The checkpoint would lose {_said(lost[0])} and {len(lost) - 1} more of rank {rank}: such state is"
+                f" taken from rank 0, which has no tensor of that name. {_INSTEAD}"
+            )
+
+
+def _check_whole(value: Tensor, where: str) -> None:
+    if isinstance(value, DTensor):
+        raise CheckpointError(
+            f"The checkpoint can't hold {_said(where)}: it is a piece of a sharded tensor, and such state is taken from"
+            f" rank 0 alone. {_INSTEAD}"
+        )
+    if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
+        kind = "meta" if value.is_meta else "nested" if value.is_nested else "quantized" if value.is_quantized else None
+        kind = kind or str(value.layout).removeprefix("torch.")
+        raise CheckpointError(
+            f"The checkpoint can't hold {_said(where)}: it is a {kind} tensor;"
+            " store its parts as plain tensors (indices and values) instead."
+        )
+
+
+_INSTEAD = (
+    'Put pieces into checkpoint["rank_state"], take .full_tensor() on all ranks, or for an average of weights use'
+    " Lightning's EMAWeightAveraging."
+)
+
+
+def _said(where: str) -> str:
+    return where.removeprefix(f"{PREFIX}.")
+
+
 def _tagged(tag: str, value: Any) -> dict[str, Any]:
     return {TAG: tag, "value": value}
 
@@ -158,6 +211,8 @@ def _type_name(value: Any) -> str:
 def _write_array(value: np.ndarray[Any, Any]) -> list[Any]:
     if value.dtype.hasobject:
         raise CheckpointError("The checkpoint can't hold a numpy array of Python objects: store numbers instead")
+    if value.dtype.names is not None:
+        raise CheckpointError("The checkpoint can't hold a numpy array with named fields: store each field by itself")
     return [value.dtype.str, list(value.shape), base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()]
 
 
@@ -178,6 +233,7 @@ _SCALARS: dict[type, tuple[str, Any, Any]] = {
     # A timedelta's parts are ints: exact.
     timedelta: ("timedelta", lambda v: [v.days, v.seconds, v.microseconds], lambda v: timedelta(*v)),
     datetime: ("datetime", datetime.isoformat, datetime.fromisoformat),
+    date: ("date", date.isoformat, date.fromisoformat),  # after `datetime`, which is one
     # Pure, so that a path of another operating system reads too; a str would be as good for our own use.
     PurePath: ("path", str, str),
 }

@@ -20,12 +20,14 @@ from torch.optim import Optimizer
 from framework import roll_call
 from framework.agreement import gather, ranks
 from framework.checkpoint_files import CheckpointError
+from framework.optimizer_own import own_state, restore_own
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Parts that torch.compile, activation checkpointing and FSDP1 put into names; they never reach a file."""
 
 OptimizerState = dict[str, Any]
-"""`{"class": name, "state": {parameter name: {key: value}}, "param_groups": [{..., "params": [parameter name]}]}`."""
+"""`{"class": name, "state": {parameter name: {key: value}}, "param_groups": [{..., "params": [parameter name]}]}`, and
+`own` if the optimizer has any: see `framework.optimizer_own`."""
 
 
 class OwnFormat(Protocol):
@@ -135,7 +137,10 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> OptimizerState:
                 described = getattr(optimizer, "saved_state", None)  # `OwnFormat`
                 state[names[parameter]] = described(parameter) if described else dict(optimizer.state[parameter])
         groups.append({**{key: value for key, value in group.items() if key not in _NOT_SAVED}, "params": held})
-    return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
+    own = own_state(optimizer)
+    return {
+        "class": type(optimizer).__name__, "state": state, "param_groups": groups, **({"own": own} if own else {})
+    }  # fmt: skip
 
 
 _NOT_SAVED = ("params", "param_names")
@@ -240,6 +245,7 @@ def restore_optimizer(
     prefix: str,
     loaded: Mapping[str, Tensor],
     groups: Sequence[Mapping[str, Any]],
+    own: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Give an optimizer the loaded slots and hyper-parameters; returns what differs from this run's settings, in words.
 
@@ -249,6 +255,7 @@ def restore_optimizer(
         prefix: as in `optimizer_template`.
         loaded: filled template.
         groups: saved groups of all ranks, each with `values` and the parameters' `names`.
+        own: what it kept beside them; None = nothing.
     """
     state: dict[str, dict[str, Any]] = {}
     for entry, tensor in loaded.items():
@@ -259,6 +266,7 @@ def restore_optimizer(
             state.setdefault(name, {})[key] = value
     names = parameter_names(module)
     optimizer.state.clear()
+    restore_own(optimizer, own or {})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if names[parameter] in state:
@@ -283,7 +291,8 @@ def _restore_groups(
                 f" checkpoint was saved ({', '.join(held[:3])}, ...): build the same groups as then"
             )
         for key, value in (values[0] if values else {}).items():
-            if key != "lr" and key in group and not _same(group[key], value):
+            scheduled = key == "lr" and "initial_lr" in group  # of a schedule, which says itself what is another
+            if not scheduled and key in group and not _same(group[key], value):
                 changes.append(
                     f"{key} of group {number}: {value} from the checkpoint, this run's settings say {group[key]}"
                 )

@@ -15,8 +15,15 @@ from torch.optim import Optimizer
 from framework import versions
 from framework.adapters import lightning_private
 from framework.agreement import gather, ranks, together
-from framework.checkpoint import CheckpointStore, load_checkpoint, load_module_state, save_checkpoint
+from framework.checkpoint import (
+    CHANGED,
+    CheckpointStore,
+    load_checkpoint,
+    load_module_state,
+    save_checkpoint,
+)
 from framework.checkpoint_files import CheckpointError, DamagedError, mark_damaged
+from framework.going_on import Trained
 from framework.plan import FILE, Checkpoint
 from framework.state import module_state, optimizer_state
 
@@ -39,6 +46,8 @@ class StateKeeper:
         self.module = module
         self._store: CheckpointStore | None = None
         self._untold: tuple[str, int] | None = None
+        self.trained: Trained | None = None
+        """What of it was changed since the run began; None = nobody looks (an engine of its own)."""
         self._life = 0
         """Which life of the run this is; rank 0 knows it."""
         self._begun = module.trainer.state.fn != "fit" or strategy.plan.chosen("checkpoint") is None
@@ -83,6 +92,8 @@ class StateKeeper:
         """Write a checkpoint and tell the plugins. Collective."""
         self.wait()
         self.begin_life()
+        if self.trained is not None and checkpoint.get("optimizer_states"):
+            checkpoint[CHANGED] = self.trained.changes()
         save_checkpoint(self.store, checkpoint, str(path), self.strategy.plan.mesh, self._life)
         self._untold = (str(path), int(checkpoint["global_step"]))
         if not getattr(self.store, "saving", False):
@@ -116,6 +127,10 @@ class StateKeeper:
     def read(self, path: str, fitting: bool) -> dict[str, Any]:
         """Fill the module, and if `fitting` the optimizers, from one checkpoint. Collective."""
         began = time.perf_counter()
+        if fitting and self.trained is not None:
+            meta = together(f"Loading {path}", lambda: self.store.read_meta(path), CheckpointError)
+            names = [[group["names"] for group in optimizer["groups"]] for optimizer in meta["optimizers"]]
+            self.trained.again(meta.get(CHANGED, {"requires_grad": {}, "added": []}), names)
         loaded = load_checkpoint(
             self.store,
             path,

@@ -33,6 +33,7 @@ from framework.data import Loaders
 from framework.empty_stage import forget, placeholder
 from framework.errors import PlanError, RunFailedError, UsageError
 from framework.evaluation import Evaluation, Piece
+from framework.going_on import Trained
 from framework.mesh import Mesh
 from framework.mesh_collectives import MeshCollectives
 from framework.parallelize import parallelize
@@ -211,6 +212,7 @@ class MeshStrategy(MeshCollectives):
                 lightning_private.count_batches(trainer)
             for average in self.averages:
                 average.build(module)
+            self.state.trained = Trained(module, self.optimizers)
         self.setup_precision_plugin()
         self.barrier("setup")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from pluggy import PluginManager
@@ -16,7 +17,9 @@ from pluggy import PluginManager
 from framework import objects, preemption
 from framework.adapters import lightning_private
 from framework.adapters.lightning_averaging import averages_of
+from framework.checkpoint_files import folder_of
 from framework.errors import PlanError, PreemptedError, Problem, UsageError
+from framework.going_on import Metrics
 from framework.ledger.writer import Ledger
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
@@ -25,6 +28,9 @@ from framework.progress import watch
 from framework.quiet import quiet
 from framework.schema import TrainerSettings
 from framework.strategy import MeshStrategy
+
+LOGGED = "logged"
+"""Key of Lightning's checkpoint dict for what was logged."""
 
 
 class MeshCallback(Callback):
@@ -35,6 +41,7 @@ class MeshCallback(Callback):
     """
 
     def __init__(self, plan: RunPlan) -> None:
+        self.metrics = Metrics()
         self.ledger = Ledger(plan)  # no callback of its own: Lightning would call a dozen empty hooks of it a step
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,12 +54,22 @@ class MeshCallback(Callback):
         self.ledger.chain = state_dict["chain"]
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Forget the chain, which `load_state_dict` gives back if the checkpoint has one."""
+        """Forget the chain, which `load_state_dict` gives back if the checkpoint has one; take the metrics."""
         self.ledger.chain = None
+        self.metrics.load(checkpoint.get(LOGGED, {}))
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Add what was logged so far."""
+        checkpoint[LOGGED] = self.metrics.state(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to write the ledger."""
+        """Go on with schedules and metrics where they were; begin to write the ledger."""
+        self.metrics.resume(trainer)
         self.ledger.start(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make the epoch's values those of all of it; first of all callbacks."""
+        self.metrics.end_epoch(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What other callbacks saved at the end is durable before `fit` returns; averages take their place."""
@@ -149,7 +166,7 @@ class Trainer(pl.Trainer):
         check_settings(plan)
         quiet()
         manager = manager or manager_for(plan)
-        hook = manager.hook
+        hook = self._hook = manager.hook
         held = None if spawn else manager  # a manager doesn't pickle: spawned processes build their own
         strategy: Strategy = hook.make_strategy(plan=plan, manager=held, spawn=spawn) or MeshStrategy(plan, held, spawn)
         strategy.precision_plugin = hook.make_precision(plan=plan)
@@ -184,6 +201,51 @@ class Trainer(pl.Trainer):
             own_engine = type(strategy) is not MeshStrategy
             strategy.averages = averages_of(self.callbacks, plan, own_engine)  # type: ignore[attr-defined]
         lightning_private.leave_signals_alone(self)  # `framework.preemption` has its own way, which can't dead-lock
+
+    def fit(  # type: ignore[override]
+        self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
+        ckpt_path: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """As Lightning's; `ckpt_path` may be `last` or `auto`, of this run's folder, or another run's folder, too."""
+        start = self._found(ckpt_path)
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, start, **kwargs)
+
+    def validate(
+        self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As Lightning's; `ckpt_path` as in `fit`."""
+        return super().validate(model, dataloaders, self._found(ckpt_path), *args, **kwargs)
+
+    def test(self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; `ckpt_path` as in `fit`."""
+        return super().test(model, dataloaders, self._found(ckpt_path), *args, **kwargs)
+
+    def predict(  # type: ignore[override]
+        self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: Any = None,
+        ckpt_path: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """As Lightning's; `ckpt_path` as in `fit`."""
+        start = self._found(ckpt_path)
+        return super().predict(model, dataloaders, datamodule, return_predictions, start, **kwargs)
+
+    def _found(self, asked: Any) -> Any:
+        """Return the checkpoint that is meant; Lightning asks its own callbacks alone, then trains from the start."""
+        word = asked in ("last", "auto")
+        if not asked or (not word and not folder_of(asked).is_dir()):
+            return asked
+        run_dir = self.plan.run_dir if word else str(Path(asked).resolve())
+        newest = self._hook.newest_complete(plan=self.plan.with_(run_dir=run_dir))
+        if newest is not None:
+            return newest.path
+        if asked == "auto":
+            return None
+        if word and any(isinstance(callback, ModelCheckpoint) for callback in self.checkpoint_callbacks):
+            return asked
+        raise UsageError(f"ckpt_path={asked}: there is no complete checkpoint in {run_dir}; type ckpt_path='auto'.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What spawned ranks get: hooks don't pickle, and where to start from is known by then."""
+        return {**self.__dict__, "_hook": None}
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As Lightning's; a delayed pipeline is drained first, so that a resumed run is the run that went on."""

@@ -294,6 +294,87 @@ def evaluation_loaders(trainer: Any) -> tuple[list[Any], bool]:
     return combined.flattened, combined._mode == "sequential"
 
 
+Sums = dict[str, list[float]]
+"""Key of a logged value -> its sum (or extreme) over the epoch so far, the weight of that sum, and -1, 0 or 1 for the
+least, a sum, or the largest."""
+
+
+def epoch_sums(trainer: Any) -> tuple[Sums, list[str]]:
+    """Return what the values logged with `on_epoch` have come to in this epoch, and the names of torchmetrics.
+
+    Lightning's checkpoints leave them out, so the values of a resumed epoch are those of its rest (2.6.6).
+    """
+    sums: Sums = {}
+    others = []
+    for key, result in trainer.fit_loop.epoch_loop._results.items():
+        if result.has_reset or not result.meta.on_epoch:
+            continue
+        if not result.is_tensor:
+            others.append(result.meta.name)
+            continue
+        meta = result.meta
+        weight = float(result.cumulated_batch_size) if meta.is_mean_reduction else 0.0
+        sums[key] = [float(result.value), weight, float(meta.is_max_reduction) - float(meta.is_min_reduction)]
+    return sums, others
+
+
+def joined(sums: Sums, more: Sums) -> Sums:
+    """Return the sums over two parts of an epoch."""
+    both = dict(sums)
+    for key, (value, weight, side) in more.items():
+        if key not in both:
+            both[key] = [value, weight, side]
+            continue
+        here, own, _ = both[key]
+        both[key] = [
+            here + value if side == 0 else max(here, value) if side > 0 else min(here, value),
+            own + weight,
+            side,
+        ]
+    return both
+
+
+def add_epoch_sums(trainer: Any, sums: Sums) -> None:
+    """Add the sums of an earlier part of the epoch to what was logged in this one."""
+    own, _ = epoch_sums(trainer)
+    for key, (value, weight, _) in joined(own, sums).items():
+        if key in own and key in sums:
+            result = trainer.fit_loop.epoch_loop._results[key]
+            result.value = torch.full_like(result.value, value)
+            if result.meta.is_mean_reduction:
+                result.cumulated_batch_size = torch.full_like(result.cumulated_batch_size, weight)
+            result._computed = None
+
+
+def give_metrics(trainer: Any, values: dict[str, float]) -> None:
+    """Give `callback_metrics` values of before: schedules and callbacks may watch one that isn't logged each step."""
+    device = trainer.strategy.root_device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    given = {name: torch.tensor(value, dtype=dtype, device=device) for name, value in values.items()}
+    trainer._logger_connector._callback_metrics.update(given)
+
+
+def before_plateaus(trainer: Any) -> bool:
+    """Whether a step is done, but for the schedules that watch a metric, which come after `on_train_batch_end`."""
+    loop = trainer.fit_loop.epoch_loop
+    current = loop.batch_progress.current
+    return bool(current.completed < current.processed == current.ready) and not loop._should_accumulate()
+
+
+def update_plateaus(trainer: Any) -> None:
+    """Ask them now."""
+    trainer.fit_loop.epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=True)
+
+
+def resumed_epoch_ends(trainer: Any) -> None:
+    """Have schedules that watch a metric be asked at the end of a resumed epoch as at that of any other.
+
+    Lightning (2.6.6) leaves them out for as long as its loop is restarting, for want of the metrics; under `max_steps`
+    that is until training ends.
+    """
+    trainer.fit_loop._restarting = False
+
+
 def loader_source(trainer: Any) -> Any:
     """Return the training (in an evaluation its own) loaders as the user made them, before the run sets its data up."""
     loop = trainer.fit_loop if trainer.state.fn == "fit" else trainer._evaluation_loop

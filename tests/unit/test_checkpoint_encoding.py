@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, deque
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from framework.checkpoint_files import CheckpointError
-from framework.encoding import decode, encode, tensor_entries
+from framework.encoding import check_pieces, decode, encode, tensor_entries, tensor_paths
 
 
 class Color(StrEnum):
@@ -52,6 +52,7 @@ def through_json(value):
         Counter({10: 1, 20: 2}),
         timedelta(days=1, microseconds=7),
         datetime(2024, 2, 29, 12, 30),
+        date(2024, 2, 29),
         torch.bfloat16,
         torch.device("cpu"),
     ],
@@ -104,6 +105,26 @@ def test_p22_config_objects_become_plain_and_resolved():
 def test_what_isnt_data_is_refused_with_keys_and_type(value):
     with pytest.raises(CheckpointError, match=r"hyper_parameters\.act.*(type|class) \S+"):
         encode({"hyper_parameters": {"act": value}}, {})
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (torch.eye(2).to_sparse(), r"x\.y: it is a sparse_coo tensor; store its parts"),
+        (torch.empty(2, device="meta"), "it is a meta tensor"),
+        (np.zeros(2, dtype=[("a", "i4"), ("b", "f8")]), "named fields: store each field by itself"),
+    ],
+)
+def test_what_would_come_back_as_something_else_is_refused(value, told):
+    with pytest.raises(CheckpointError, match=told):
+        encode({"x": {"y": value}}, {})
+
+
+def test_tensors_that_only_other_ranks_keep_are_refused():
+    kept = [{"a": {0: torch.ones(1)}}, {"a": {0: torch.ones(1)}, "b": [torch.ones(1), torch.ones(1)]}]
+    check_pieces([tensor_paths(kept[1]), tensor_paths(kept[0])])
+    with pytest.raises(CheckpointError, match=r"would lose b\.0 and 1 more of rank 1.*checkpoint\[\"rank_state\"\]"):
+        check_pieces([tensor_paths(one) for one in kept])
 
 
 def test_unknown_tags_are_refused():

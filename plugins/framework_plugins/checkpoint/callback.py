@@ -77,6 +77,8 @@ class Checkpoints(Checkpoint):
         self._saved_step = self._begun_step = 0
         self._here = False
         self._source: str | None = None
+        self._old: Any = None
+        """The metric as the run found it in its checkpoint: it says nothing of these weights."""
         self._at_last_batch = False
         self._due = False
         self._measured: float | None = None
@@ -169,6 +171,7 @@ class Checkpoints(Checkpoint):
     # -- when ------------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the step that the run starts at as saved, if perhaps in another run's folder."""
+        self._old = trainer.callback_metrics.get(self.settings.monitor or "")
         self._saved_step = self._begun_step = trainer.global_step
         self._here = trainer.strategy.broadcast((self.folder / files.step_name(trainer.global_step)).is_dir())
         self._start = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
@@ -350,7 +353,7 @@ class Checkpoints(Checkpoint):
         if monitor is None or trainer.global_step == 0 or self._source not in (None, moment):
             return None
         value = trainer.callback_metrics.get(monitor)
-        if value is None:
+        if value is None or (self._source is None and value is self._old):
             return None
         self._source = moment
         return float(value)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from framework.adapters import deepspeed_private
-from framework.checkpoint import load_checkpoint, load_module_state
+from framework.checkpoint import CheckpointError, load_checkpoint, load_module_state
+from framework.optimizer_own import own_state
 from framework.state import module_state, optimizer_state
 from framework.state_keeper import StateKeeper
 
@@ -75,6 +76,10 @@ def stand_in(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> 
     return other
 
 
+def _keys(own: dict[str, Any]) -> list[str]:
+    return sorted(str(key) for part in own.values() for key in part)
+
+
 def copy(value: Any) -> Any:
     """Return a number of an optimizer's state as memory of its own: a checkpoint has one for each parameter."""
     return value.clone() if isinstance(value, Tensor) else value
@@ -104,6 +109,11 @@ class EngineState(StateKeeper):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return this rank's pieces of the optimizer's state by global name; collective."""
         module, other = self._empty(optimizer)
+        if own := own_state(optimizer):
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps state beside the slots of its parameters ({', '.join(_keys(own))}),"
+                " which isn't carried under DeepSpeed: type strategy=fsdp"
+            )
         for flat, parameters in deepspeed_private.flat_groups(self._zero):
             for key, value in optimizer.state.get(flat, {}).items():
                 for parameter in parameters:
