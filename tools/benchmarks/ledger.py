@@ -83,7 +83,7 @@ def timed(spent: list[float]) -> Iterator[None]:
                 inner.append(time.thread_time() - start)
 
         start = time.thread_time()
-        result = collated(Collate(user, self.key), rows)
+        result = collated(Collate(user, self.stream, self.alone), rows)
         spent.append(time.thread_time() - start - sum(inner))
         return result
 
