@@ -94,7 +94,7 @@ def end_table(summary: Mapping[str, Any]) -> RenderableType:
     table.add_row("checkpoints", f"{len(names)}, newest {names[-1]}" if names else "none")
     table.add_row("run_dir", short(summary["run_dir"]))
     if summary.get("error"):
-        table.add_row("error", Text(str(summary["error"]).strip().splitlines()[0], style="red"))
+        table.add_row("error", Text(brief(str(summary["error"])), style="red"))
     return table
 
 
@@ -124,8 +124,7 @@ def sweep_table(jobs: Iterable[Mapping[str, Any]]) -> RenderableType:
             Text(overrides if isinstance(overrides, str) else " ".join(overrides) or "(none)"),
         )
         if job.get("error"):
-            lines = str(job["error"]).strip().splitlines()
-            errors.append(Text(f"job {index} {status}: {lines[0] if lines else 'no message'}", style="red"))
+            errors.append(Text(f"job {index} {status}: {brief(str(job['error']))}", style="red"))
     return Group(table, *errors)
 
 
@@ -190,3 +189,11 @@ def _memory(summary: Mapping[str, Any]) -> str:
     if len(peaks) > 8:
         return f"{count(min(peaks))} to {count(max(peaks))} MiB over {len(peaks)} ranks"
     return " ".join(count(peak) for peak in peaks) + " MiB"
+
+
+def brief(error: str) -> str:
+    """Return an error's first line, and of a sample that couldn't be read why and which, which a worker tells last."""
+    lines = error.strip().splitlines() or ["no message"]
+    if len(lines) > 1 and lines[-1].endswith("was being read."):
+        return " ".join(dict.fromkeys([lines[0], lines[-2], lines[-1]]))
+    return lines[0]

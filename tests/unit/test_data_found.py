@@ -21,10 +21,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Sequ
 from framework.checkpoint_files import commit, step_name
 from framework.data import Loaders
 from framework.errors import UsageError
+from framework.failures import failure_of
 from framework.ledger.history import check, history, read
 from framework.ledger.numbering import checksum
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
+from framework.summary import brief
 
 
 def plan(ranks: int = 1, size: int = 4, accumulation: int = 1, global_batch: int = 0, **sampler: Any) -> RunPlan:
@@ -260,8 +262,9 @@ class Torn(Ids):
 def test_f51_a_sample_that_cannot_be_read_is_named(workers: int, stage: RunningStage) -> None:
     with pytest.raises(KeyError) as raised:
         list(process(DataLoader(Torn(8), num_workers=workers), plan(), 0, stage))
-    told = str(raised.value) + str(getattr(raised.value, "__notes__", ""))
-    assert "Sample 5 of Torn was being read" in told
+    told = brief(failure_of(0, raised.value).message)
+    assert told.endswith("KeyError: 'no picture' Sample 5 of Torn was being read.")
+    assert brief("ValueError: a\nb") == "ValueError: a"
 
 
 @pytest.mark.parametrize("setting", [{"shuffle": True}, {"seed": 3}])

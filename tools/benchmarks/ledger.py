@@ -85,7 +85,7 @@ def timed(spent: list[float]) -> Iterator[None]:
 
     def collate(self: Collate, rows: Any) -> Any:
         users: list[float] = []
-        result = timing(spent, collated)(Collate(timing(users, self.user), self.key), rows)
+        result = timing(spent, collated)(Collate(timing(users, self.user), self.stream, self.alone), rows)
         spent.append(-sum(users))
         return result
 
