@@ -39,9 +39,8 @@ def state_of(megabytes: int) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
     rows = megabytes * 10**6 // (4 * 1024 * WEIGHTS * len(STATE) * ranks)
     return {
-        name.format(number): DTensor.from_local(torch.full((rows, 1024), float(number)), mesh, [Shard(0)])
-        for number in range(WEIGHTS)
-        for name in STATE
+        name: DTensor.from_local(torch.full((rows, 1024), float(number)), mesh, [Shard(0)])
+        for number, name in enumerate(name.format(weight) for weight in range(WEIGHTS) for name in STATE)
     }
 
 

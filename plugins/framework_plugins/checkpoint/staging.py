@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,15 +28,22 @@ STEADY = "optimizer."
 
 @dataclass
 class Staged:
-    """Copies of a state's pieces, perhaps still being made.
+    """Copies of a state's pieces, some of them still to be made.
 
     Attributes:
+        copies: of all pieces; what `copy_rest` copies has no values before.
         waited_s: how long optimizers had to wait for them.
     """
 
     copies: Pieces
-    rest: Future[None]
+    copier: ThreadPoolExecutor
+    copy_rest: Callable[[], None]
+    rest: Future[None] = field(default_factory=Future)
     waited_s: float = 0.0
+
+    def start(self) -> None:
+        """Copy the rest in a thread; to be called when all ranks have copied what comes first: they share cores."""
+        self.rest = self.copier.submit(self.copy_rest)
 
     def hold(self) -> None:
         """Return when everything is copied: optimizers may step."""
@@ -73,7 +80,7 @@ class Staging:
         Args:
             pieces: of `tensors`.
             tensors: tell whether somebody writes to them; of a DTensor and its shard each counts its own writes.
-            holds: `STEADY` ones may be copied in a thread that goes on when this returns: somebody calls `hold`.
+            holds: `STEADY` ones may be copied later, in a thread: somebody calls `hold`.
 
         Raises:
             CheckpointError: there is no room for them. Smaller batches wouldn't help, so it isn't called out of memory.
@@ -84,7 +91,7 @@ class Staging:
         for (name, _, data), (_, _, buffer) in zip(pieces, copies, strict=True):
             (later if holds and name.startswith(STEADY) else now).append((name, data, buffer))
         _copy(now)
-        return Staged(copies, self._copier.submit(self._beside(later, tensors)))
+        return Staged(copies, self._copier, self._beside(later, tensors))
 
     def _buffer(self, name: str, piece: Piece, data: Tensor) -> Tensor:
         if piece.key not in self._buffers:

@@ -80,6 +80,8 @@ class ShardedStore:
         self.last: Took | None = None
         self._layout: Layout | None = None
         self._staging = Staging()
+        self._copied = False
+        """Whether all ranks have buffers for this layout."""
         self._staged: Staged | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
@@ -89,16 +91,15 @@ class ShardedStore:
         """See `CheckpointStore.save`. One save is in flight at a time: this waits for the one before."""
         began = time.perf_counter()
         self.wait()
-        pieces = self._planned(tensors).pieces(tensors)
         if not self.background:
+            pieces = self._planned(tensors).pieces(tensors)
             self._write(Path(path), lambda: pieces, meta, None)
             self._note(Path(path), began, None)
             return
-        self._staged = staged = together(
-            f"Saving {path}", lambda: self._staging.copy(pieces, tensors, self.holds), CheckpointError
-        )
+        self._staged = staged = self._stage(f"Saving {path}", tensors)
         if self._group is None and ranks()[1] > 1:
             self._group = dist.new_group(backend="gloo")  # the thread's own: it must not meet the steps' collectives
+        staged.start()
         let_go = time.perf_counter()
 
         def write() -> None:
@@ -133,11 +134,33 @@ class ShardedStore:
 
     def _planned(self, tensors: Mapping[str, Tensor]) -> Layout:
         """Return the layout of these tensors: the last one, if it fits on all ranks."""
-        fits = self._layout is not None and self._layout.kind == kind_of(tensors)
-        if anywhere(not fits) or self._layout is None:
-            self._layout = Layout(tensors)
+        if anywhere(not self._fits(tensors)) or self._layout is None:
+            self._layout, self._copied = Layout(tensors), False
             self._staging.forget()
         return self._layout
+
+    def _fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        return self._layout is not None and self._layout.kind == kind_of(tensors)
+
+    def _stage(self, what: str, tensors: Mapping[str, Tensor]) -> Staged:
+        """Return copies of this rank's pieces. Collective.
+
+        Training waits for it, so ranks usually agree once: whether the last layout fits everywhere and is copied.
+        """
+
+        def copy() -> Staged:
+            assert self._layout is not None
+            return self._staging.copy(self._layout.pieces(tensors), tensors, self.holds)
+
+        # buffers are there, so nothing can fail
+        staged = copy() if self._copied and self._fits(tensors) else None
+        if not anywhere(staged is None) and staged is not None:
+            return staged
+        self._planned(tensors)
+        self._copied = False
+        staged = together(what, copy, CheckpointError)
+        self._copied = True
+        return staged
 
     def _write(
         self, final: Path, pieces: Callable[[], Pieces], meta: Mapping[str, Any],
