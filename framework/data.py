@@ -128,6 +128,8 @@ class Loaders:
         self.manager = manager
         self.data_rank = data_rank
         self.training: Loader | StreamLoader | None = None
+        batch = plan.batch
+        self._cut = (batch.local_batch_size, batch.data_ranks, batch.accumulation)
         self._claimed = b""
         self._trained: list[tuple[bytes, int]] = []
 
@@ -282,15 +284,16 @@ class Loaders:
                 continue
             places = self.numbers(batch)[: len(own) // 8]
             if isinstance(loader, StreamLoader) and loader.own_batches:  # what is counted are batches
-                at = batch % self.plan.batch.accumulation * self.plan.batch.data_ranks + self.data_rank
+                _, ranks, accumulation = self._cut
+                at = batch % accumulation * ranks + self.data_rank
                 places = range(at, at + 1)
             found.append((own, places))
         return found
 
     def numbers(self, batch: int) -> range:
         """Return the numbers, among the samples of their optimizer step, of the samples of training batch `batch`."""
-        size, ranks = self.plan.batch.local_batch_size, self.plan.batch.data_ranks
-        before = batch % self.plan.batch.accumulation * size * ranks
+        size, ranks, accumulation = self._cut
+        before = batch % accumulation * size * ranks
         if isinstance(self.training, StreamLoader):  # every n-th sample is this rank's
             return range(before + self.data_rank, before + size * ranks, ranks)
         place = None if self.training is None else self.training.batches.place(batch)

@@ -88,7 +88,9 @@ class MeshCallback(Callback):
     ) -> None:
         """Log how many steps were skipped, once there is any; end with a validation, wherever in an epoch that is."""
         step = trainer.global_step
-        self.ledger.batch_end(step if pl_module.automatic_optimization else lightning_private.completed_steps(trainer))
+        done = step if pl_module.automatic_optimization else lightning_private.completed_steps(trainer)
+        if done != self.ledger.step:
+            self.ledger.batch_end(done)
         precision = trainer.precision_plugin
         if isinstance(precision, Precision) and precision.skipped_steps:
             pl_module.log("skipped_steps", float(precision.skipped_steps))

@@ -17,7 +17,7 @@ from framework.errors import UsageError
 from framework.ledger.chain import digests, link
 
 FOLDER = "ledger"
-FORMAT = 1
+FORMAT = 2
 HEAD = ("time", "data_ranks", "step", "chain", "from", "order", "seed", "size", "usable")
 """What the first line of a file must have."""
 ORDERED = ("shuffled", "in order", "stream")
@@ -137,9 +137,11 @@ def _read_file(path: Path, rank: int, segment: Segment) -> None:
                 segment.records[rank] = {}
                 continue
             places = tuple(range(first, first + count * by, by) for first, count, by in row["places"])
-            samples = b64decode(row["samples"], validate=True)
-            if len(samples) != 8 * sum(map(len, places)):
-                raise ValueError(f"{len(samples)} bytes of samples for {sum(map(len, places))} places")
+            samples, count = b64decode(row["samples"], validate=True), sum(map(len, places))
+            if len(samples) == 4 * count:  # since format 2
+                samples = array("q", array("i", samples)).tobytes()
+            if len(samples) != 8 * count:
+                raise ValueError(f"{len(samples)} bytes of samples for {count} places")
             record = Record(row["step"], row["epoch"], row["at"], places, samples, row["chain"])
             if record.step in segment.records[rank]:
                 raise ValueError(f"step {record.step} is there twice")

@@ -1,8 +1,8 @@
 """`Ledger`: writes each optimizer step's samples into `run_dir/ledger`.
 
 A file for each data rank and attempt, `<run_id>-<attempt>-<data rank>.jsonl`, one JSON object a line: first where this
-attempt starts, then each step: its samples' numbers (int64, little endian, base64) and their places in the step over
-all ranks, as [first, count, stride] of each micro-step.
+attempt starts, then each step: its samples' numbers (int32, or int64 if there are larger ones, little endian, base64)
+and their places in the step over all ranks, as [first, count, stride] of each micro-step.
 
 A step only notes what it was trained on. Every `STEPS` steps, and before each checkpoint, ranks add up their hashes of
 all of them in one all-reduce and write: what a kill can take are steps that are made again, as no checkpoint has them.
@@ -20,6 +20,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from lightning.pytorch import Trainer
 
 from framework.adapters import lightning_private
@@ -43,6 +44,13 @@ class Step(NamedTuple):
     trained: Sequence[tuple[bytes, range]]
 
 
+def narrowed(numbers: bytes) -> tuple[memoryview, int]:
+    """Return int64 numbers as int32 if all fit, and the bytes of each."""
+    wide = np.frombuffer(numbers, np.int64)
+    narrow = wide.astype(np.int32)
+    return (memoryview(narrow.tobytes()), 4) if np.array_equal(narrow, wide) else (memoryview(numbers), 8)
+
+
 class Ledger:
     """The part of `framework.trainer.MeshCallback` that knows about samples; one a rank.
 
@@ -54,7 +62,8 @@ class Ledger:
         self.plan = plan
         self.chain: str | None = START
         """The last link, the same on all ranks and under any mix; None = a checkpoint that had none was loaded."""
-        self._step = 0
+        self.step = 0
+        """Optimizer steps that are noted."""
         self._file: int | None = None
         self._noted: list[tuple[int, Sequence[tuple[bytes, int]]]] = []
         self._pending: list[Step] = []
@@ -65,7 +74,7 @@ class Ledger:
     def start(self, trainer: Trainer) -> None:
         """Begin an attempt; open its file if this rank speaks for a data rank."""
         self._strategy = trainer.strategy
-        self._step = lightning_private.completed_steps(trainer)
+        self.step = lightning_private.completed_steps(trainer)
         loaders = self._strategy.loaders
         training = None if loaders is None else loaders.training
         self._loader = training if training is not None and training.numbered else None
@@ -86,7 +95,7 @@ class Ledger:
             "data_rank": loaders.data_rank,
             "data_ranks": self.plan.batch.data_ranks,
             "mesh": str(self.plan.mesh),
-            "step": self._step,
+            "step": self.step,
             "chain": self.chain,
             "from": str(trainer.ckpt_path) if trainer.ckpt_path else None,
             "whole_epochs": trainer.limit_train_batches in (None, 1.0),
@@ -95,14 +104,14 @@ class Ledger:
         self._write([json.dumps(head, separators=(",", ":"))])
 
     def batch_end(self, step: int) -> None:
-        """At the end of an optimizer step note it.
+        """At the end of an optimizer step note it; not called between, as `step` tells.
 
         Args:
             step: how many are done.
         """
-        if self._loader is None or step == self._step:
+        self.step = step
+        if self._loader is None:
             return
-        self._step = step
         self._noted.append((step, self._strategy.loaders.take()))
         if len(self._noted) + len(self._pending) >= STEPS:
             self.settle()
@@ -132,10 +141,13 @@ class Ledger:
     def close_steps(self, sums: Sequence[float]) -> None:
         """Link the pending steps to the chain and write them down; `sums` are those of all ranks' `shares`."""
         lines = []
+        packed, width = narrowed(b"".join(numbers for step in self._pending for numbers, _ in step.trained))
+        stop = 0
         for number, (step, epoch, at, trained) in enumerate(self._pending):
             if self.chain is not None:
                 self.chain = link(self.chain, step, epoch, at, sums[2 * number : 2 * number + 2])
-            numbers = b64encode(b"".join(numbers for numbers, _ in trained)).decode()
+            start, stop = stop, stop + sum(len(numbers) for numbers, _ in trained) // 8 * width
+            numbers = b64encode(packed[start:stop]).decode()
             places = ",".join(f"[{one.start},{len(one)},{one.step}]" for _, one in trained)
             last = "null" if self.chain is None else f'"{self.chain}"'
             # by hand: `json.dumps` takes four times as long
@@ -185,7 +197,5 @@ class Ledger:
 
     def _give_up(self, error: OSError) -> None:
         """A full disk ends this attempt's ledger, not the training; whoever asks for proof hears what is missing."""
-        log.warning(
-            "The ledger can't be written from step %d on, so this attempt proves nothing: %s", self._step, error
-        )
+        log.warning("The ledger can't be written from step %d on, so this attempt proves nothing: %s", self.step, error)
         self.close()

@@ -124,7 +124,8 @@ def test_a_loss_of_pieces_needs_its_weight() -> None:
     ("size", "reduction", "refused"), [(None, "mean", True), (3, "mean", False), (None, "sum", False)]
 )
 def test_a_logged_mean_of_pieces_needs_its_weight(size: Any, reduction: str, refused: bool) -> None:
-    module: Any = SimpleNamespace(trainer=SimpleNamespace(testing=False, val_dataloaders=None))
+    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[], _mode="sequential"))
+    module: Any = SimpleNamespace(trainer=SimpleNamespace(testing=False, _evaluation_loop=loop))
     evaluation = Evaluation(module, None, True, torch.device("cpu"), True)  # type: ignore[arg-type]
     entries = {"loss": Entry(1.0, reduction, size)}
 

@@ -8,6 +8,7 @@ import os
 import random
 import tempfile
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from framework import cli
 from framework.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE
 from framework.ledger.chain import START, digests, link
 from framework.ledger.history import _samples, check, first_difference, history, read
+from framework.ledger.writer import narrowed
 from framework_plugins.data.mixture import Draws, Mix
 from framework_plugins.data.packed import Packs
 from framework_plugins.data.shards import Shards, find
@@ -262,6 +264,27 @@ def edited(folder: Path, edit: Callable[[list[dict[str, Any]]], None]) -> list[s
 def test_what_was_edited_is_found(tmp_path: Path, edit: Any, said: str) -> None:
     found = edited(tmp_path, edit)
     assert any(line.startswith(said) for line in found) if said else not found
+
+
+@pytest.mark.parametrize(("largest", "width"), [(2**31 - 1, 4), (2**31, 8)])
+def test_numbers_take_four_bytes_where_all_fit(largest: int, width: int) -> None:
+    """Both ways of writing give the numbers back; a stream of tokens may be longer than 2^31."""
+    numbers = array("q", [0, 7, largest])
+    packed, found = narrowed(numbers.tobytes())
+    assert (found, array({4: "i", 8: "q"}[found], bytes(packed)).tolist()) == (width, numbers.tolist())
+
+
+def test_a_ledger_of_format_1_is_read(tmp_path: Path) -> None:
+    """It has eight bytes a number."""
+    train(tmp_path, "shuffled", 5)
+    chain = history(tmp_path, read(tmp_path))[0].steps[-1][0].records[0][5].chain
+    for path in (tmp_path / "ledger").glob("*.jsonl"):
+        head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row["samples"] = b64encode(array("q", array("i", b64decode(row["samples"]))).tobytes()).decode()
+        path.write_text("".join(json.dumps(row) + "\n" for row in ({**head, "format": 1}, *rows)))
+    assert findings(tmp_path) == []
+    assert history(tmp_path, read(tmp_path))[0].steps[-1][0].records[0][5].chain == chain
 
 
 def test_a_line_that_was_not_finished_is_a_step_that_was_not_made(tmp_path: Path) -> None:
