@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch import LightningModule
 
 from framework.adapters import lightning_private
 from framework.errors import UsageError
+from framework.metric_objects import untouched
 from framework.metrics import Entry, Layout, Recorder, Totals, add_up
 from framework.window import read_output
 
@@ -59,7 +61,8 @@ class Evaluation:
         """Run one batch; a filler batch (another rank still had samples) runs for its collectives but doesn't count."""
         batch_index, loader_index = self.at
         real = 1 if loaders is None else loaders.real(self.module.trainer, batch_index, loader_index)
-        pieces = run(method, *args, **kwargs)
+        with nullcontext() if real else untouched(self.module):
+            pieces = run(method, *args, **kwargs)
         for output, entries, batch in pieces:
             if real and self.contributes:
                 _, weight, weighted = read_output(output if isinstance(output, Mapping) else None, batch, real)

@@ -14,15 +14,20 @@ import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
 from framework.errors import UsageError
+from framework.metric_objects import count_once
+
+if TYPE_CHECKING:
+    from framework.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +103,12 @@ class Recorder:
         self.module = module
         self._original: Callable[..., None] = module.log
         self._entries: dict[str, Entry] | None = None
+        self._in_stages = False
 
-    def install(self) -> None:
-        """Put the recorder in the way of `module.log`."""
+    def install(self, mesh: Mesh) -> None:
+        """Put the recorder in the way of `module.log`. Collective."""
+        self._in_stages = mesh.size("pp") > 1
+        count_once(self.module, mesh)
         self.module.log = self._log  # type: ignore[method-assign]
 
     def remove(self) -> None:
@@ -125,6 +133,12 @@ class Recorder:
         if args:  # the positional order of Lightning's signature
             kwargs = dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)) | kwargs
         scalar = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        if self._entries is not None and self._in_stages and isinstance(value, Metric):
+            raise UsageError(
+                f"A step logged {name!r} as a torchmetrics object, which only the last stage of a pipeline has, while "
+                f"its value needs all ranks: log the batch's value, self.log({name!r}, metric(prediction, target)), of "
+                "which the mean over the epoch's samples is made."
+            )
         if self._entries is None or not scalar or kwargs.get("rank_zero_only"):
             self._original(name, value, **kwargs)
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from framework.evaluation import Evaluation, Piece
 from framework.going_on import Trained
 from framework.mesh import Mesh
 from framework.mesh_collectives import MeshCollectives
+from framework.metric_objects import untouched
 from framework.parallelize import parallelize
 from framework.parts import ModelPart
 from framework.plan import AXES, RunPlan
@@ -192,7 +193,7 @@ class MeshStrategy(MeshCollectives):
         contributes = last and self.mesh.rank("tp") == 0
         self.window = Window(module, self.plan, contributes, self.root_device)
         self.evaluation = Evaluation(module, self.window.recorder, contributes, self.root_device, self.plan.mesh.cp > 1)
-        self.window.recorder.install()
+        self.window.recorder.install(self.mesh)
         if self.pipeline is not None:
             self.pipeline.recording = self.window.recorder.recording
             if self.pipeline.delayed:
@@ -301,9 +302,9 @@ class MeshStrategy(MeshCollectives):
             assert self.window is not None
             if self.pipeline is not None:
                 return self.pipeline.training_step(self.window, self._precision, *args, **kwargs)
-            with self.window.recorder.recording() as entries:
-                output = self._run("training_step", *args, **kwargs)
             real = 1 if self.loaders is None else self.loaders.real(self._module.trainer, self._batch_index)
+            with nullcontext() if real else untouched(self._module), self.window.recorder.recording() as entries:
+                output = self._run("training_step", *args, **kwargs)
             stop = preemption.requested()
             if self._module.automatic_optimization:
                 return self.window.close_micro_step(output, entries, args[0], real, stop)
