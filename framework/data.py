@@ -26,9 +26,11 @@ from framework import counter
 from framework.adapters import lightning_private
 from framework.errors import UsageError
 from framework.ledger.numbering import NumberedStream
-from framework.loaders import Loader, StreamLoader, Where
+from framework.loaders import Loader
+from framework.loading import Where
 from framework.plan import RunPlan
 from framework.randomness import random_numbers
+from framework.streams import StreamLoader
 
 if TYPE_CHECKING:
     from pluggy import PluginManager

@@ -26,9 +26,10 @@ from lightning.pytorch import Trainer
 from framework.adapters import lightning_private
 from framework.ledger.chain import START, digests, link
 from framework.ledger.history import FOLDER, FORMAT
-from framework.loaders import Loader, StreamLoader
+from framework.loaders import Loader
 from framework.metrics import add_up
 from framework.plan import RunPlan
+from framework.streams import StreamLoader
 
 log = logging.getLogger(__name__)
 

@@ -33,9 +33,10 @@ from torch.utils.data.distributed import DistributedSampler
 from framework.data import Loaders
 from framework.errors import UsageError
 from framework.ledger.numbering import Collate, Numbered
-from framework.loaders import Loader, StreamLoader
+from framework.loaders import Loader
 from framework.plan import RunPlan
 from framework.plugin_manager import manager_for
+from framework.streams import StreamLoader
 
 
 def process(loader: object, plan: RunPlan, rank: int = 0, trainer: FakeTrainer | None = None) -> Any:
