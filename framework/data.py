@@ -218,7 +218,9 @@ class Loaders:
 
     def _stream(self, user: DataLoader[Any], where: Where, kind: str) -> StreamLoader:
         stream = NumberedStream(user.dataset, (self.plan.seed, "train" if where.train else "evaluation"))
-        dataset = self.manager.hook.shard_iterable(dataset=stream, plan=self.plan, data_rank=self.data_rank)
+        dataset = self.manager.hook.shard_iterable(
+            dataset=stream, plan=self.plan, data_rank=self.data_rank, train=where.train
+        )
         if dataset is None:
             if self.plan.mesh.data_ranks > 1:
                 raise UsageError(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from framework.errors import EXIT_RUN_FAILED, FrameworkError
+from framework.errors import EXIT_RUN_FAILED, EXIT_USAGE, FrameworkError
 from framework.plan import Failure
 
 SYMPTOM = re.compile(
@@ -35,6 +35,8 @@ SYMPTOM_SIGNALS = (signal.SIGABRT, signal.SIGTERM)
 def failure_of(rank: int, error: BaseException, at: float | None = None) -> Failure:
     """Describe an exception of `rank`; `at` is the time it was raised, seconds since the epoch (None = now)."""
     code = error.exit_code if isinstance(error, FrameworkError) else EXIT_RUN_FAILED
+    if type(error).__name__ == "MisconfigurationException":  # Lightning's UsageError; importing it takes seconds
+        code = EXIT_USAGE
     text = "".join(traceback.format_exception(error))
     message = "".join(traceback.format_exception_only(error)).strip()
     return Failure(rank=rank, message=message, exit_code=code, time=at or time.time(), traceback=text)
@@ -81,7 +83,12 @@ def by_cause(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 
 def headline(failure: Failure) -> str:
-    """Return one line: `rank 1 failed: RuntimeError: boom`, `rank 1 was killed by signal 9 (SIGKILL)`."""
+    """Return one line: `rank 1 failed: RuntimeError: boom`, `rank 1 was killed by signal 9 (SIGKILL)`.
+
+    What a rank refused is a sentence already, and returned as it is.
+    """
+    if failure.exit_code == EXIT_USAGE and failure.traceback:
+        return failure.message.partition(": ")[2] or failure.message
     if failure.traceback:
         return f"rank {failure.rank} failed: {failure.message}"
     verb = " was " if failure.message.startswith("killed") else ": "

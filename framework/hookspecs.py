@@ -247,7 +247,7 @@ class ModelSpecs:
         """
 
     @hookspec(firstresult=True)
-    def shard_iterable(self, dataset: Any, plan: RunPlan, data_rank: int) -> Any:
+    def shard_iterable(self, dataset: Any, plan: RunPlan, data_rank: int, train: bool) -> Any:
         """Return an iterable dataset that yields only the samples of `data_rank`; None = all, where there is one.
 
         With an attribute `whole_steps` that is true, training leaves out what doesn't fill an optimizer step.

@@ -203,14 +203,15 @@ class RunResult:
         return dict(value) if isinstance(value, Mapping) else {}
 
     def describe(self) -> str:
-        """Return what to print at the end: the cause first, its rank named, with the traceback. Empty if finished."""
+        """Return what to print at the end: the cause first, its rank named, with the traceback. Empty if finished.
+
+        The traceback of settings that were refused helps nobody; it lies in `errors/` of the run's folder.
+        """
         if self.error is None:
             return self.reason
-        parts = [
-            f"{headline(self.error)[0].upper()}{headline(self.error)[1:]}",
-            self.error.traceback.rstrip(),
-            self.reason,
-        ]
+        refused = self.error.exit_code == EXIT_USAGE
+        trace = "" if refused else self.error.traceback.rstrip()
+        parts = [_capital(headline(self.error)), trace, self.reason]
         return "\n".join(part for part in parts if part)
 
 

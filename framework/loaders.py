@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Sampler
@@ -35,8 +36,11 @@ class Loader(DataLoader[Any]):
         self._where = where
         self.position = Position(where)
         # what really reads: users look at `dataset` and `collate_fn` of this loader and find their own
-        numbered = {"dataset": NumberedSamples(user.dataset), "collate_fn": Collate(user.collate_fn)}
-        self._reader: Any = DataLoader(batch_sampler=_Asking(batches, where), **settings_of(user) | numbered)
+        self._samples = NumberedSamples(user.dataset)
+        numbered = {"dataset": self._samples, "collate_fn": Collate(user.collate_fn)}
+        self._asking = _Asking(batches, where)
+        self._reader: Any = DataLoader(batch_sampler=self._asking, **settings_of(user) | numbered)
+        self._compared = where.plan.world_size == 1
 
     def __iter__(self) -> Any:
         """Start at the position; random numbers of workers and of this process are seeded by it."""
@@ -44,8 +48,24 @@ class Loader(DataLoader[Any]):
             self.batches.position = self.position.begin(self.batches.usable)
             lightning_private.expect_batches(self._where.trainer, len(self.batches))
         _same_on_all_ranks(self.batches)
+        self._asking.probe = None if self._compared else _first_of_rank_0(self.batches)
         rows = iterate(self._reader, self._where, self.batches.position[0])
+        if self._asking.probe is not None:
+            rows = self._same_samples(rows, self._asking.probe[1])
         return self.tray.unpack(rows) if self.numbered else (row.batch for row in rows)
+
+    def _same_samples(self, rows: Iterator[Any], index: int) -> Iterator[Any]:
+        """Yield `rows`; UsageError on all ranks if sample `index` isn't the same on all."""
+        first = list(islice(rows, 1))
+        everyones = gather(self._samples.probed)
+        other = next((rank for rank, one in enumerate(everyones) if one != everyones[0]), None)
+        if other is not None and all(everyones):
+            raise UsageError(
+                f"Sample {index} of {type(self._samples.dataset).__name__} is another on rank {other} than on rank 0, "
+                "but the framework shares samples out: give every rank all of the data, not a part by its rank."
+            )
+        self._compared = True
+        yield from chain(first, rows)
 
     @property
     def begun(self) -> bool:
@@ -107,7 +127,13 @@ class Loader(DataLoader[Any]):
 
 
 class _Asking(Sampler[Any]):
-    """The batches of a `BatchPlan`, with what the random numbers of their samples follow from."""
+    """The batches of a `BatchPlan`, with what the random numbers of their samples follow from.
+
+    Attributes:
+        probe: see `Asked`; of the next iteration's first batch.
+    """
+
+    probe: tuple[int, int] | None = None
 
     def __init__(self, batches: BatchPlan, where: Where) -> None:
         self.batches = batches
@@ -119,7 +145,16 @@ class _Asking(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         batches, key = self.batches, counter.derive(*self._key, self.batches.position[0])
         numbers = range(batches.first(), len(batches))  # the position is read now
-        return (Asked(key, batches.origin(number), batches.packed(number)) for number in numbers)
+        probes = {numbers.start: self.probe}
+        return (Asked(key, batches.origin(n), batches.packed(n), probes.get(n)) for n in numbers)
+
+
+def _first_of_rank_0(batches: BatchPlan) -> tuple[int, int] | None:
+    """Return place and index of the first sample that rank 0 is about to read; None = there is none."""
+    first = batches.first()
+    mine = (batches.origin(first), batches.indices(first)[0]) if first < len(batches) else None
+    found: tuple[int, int] | None = gather(mine)[0]
+    return found
 
 
 def _same_on_all_ranks(batches: BatchPlan) -> None:

@@ -8,6 +8,7 @@ which fills in zeros or names what had no gradient.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -130,7 +131,13 @@ class GradientReduction:
         self._sync = True
         self._with_buffers = [module for module in buffers_of if any(True for _ in module.buffers(recurse=False))]
         self._take(self.parameters.values())
-        on_gradient_of_frozen(self._frozen.values(), self._thaw)
+        own = weakref.ref(self)
+
+        def thaw(parameter: Tensor) -> None:
+            if (reduction := own()) is not None:
+                reduction._thawed = True
+
+        on_gradient_of_frozen(self._frozen.values(), thaw)
 
     def _take(self, parameters: Iterable[nn.Parameter]) -> None:
         for members in _fill(parameters, self.bucket_bytes):
@@ -138,9 +145,6 @@ class GradientReduction:
             self._buckets.append(bucket)
             for parameter in members:
                 parameter.register_post_accumulate_grad_hook(self._counting(bucket))  # type: ignore[no-untyped-call]
-
-    def _thaw(self, parameter: Tensor) -> None:
-        self._thawed = True
 
     def _take_thawed(self) -> None:
         """Reduce from now on what was frozen at first and has gradients now (Lightning's `BackboneFinetuning`)."""
@@ -189,11 +193,19 @@ class GradientReduction:
         return dist.all_reduce(values, group=self.group, async_op=True)
 
     def _counting(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        """Return the hook of a bucket's parameters.
+
+        It holds nothing alive: hooks of tensors are out of the garbage collector's sight, and a model that ends would
+        stay, with its process groups.
+        """
+        own, members = weakref.ref(self), weakref.ref(bucket)
+
         def accumulated(parameter: Tensor) -> None:
-            if self._sync:
-                bucket.fired += 1
-                if self.early and bucket.fired == bucket.full:
-                    self._start_full_ones()
+            reduction, filled = own(), members()
+            if reduction is not None and filled is not None and reduction._sync:
+                filled.fired += 1
+                if reduction.early and filled.fired == filled.full:
+                    reduction._start_full_ones()
 
         return accumulated
 
@@ -274,7 +286,10 @@ class GradientReduction:
 
 
 def on_gradient_of_frozen(parameters: Iterable[nn.Parameter], call: Callable[[Tensor], None]) -> None:
-    """Have `call(parameter)` called whenever one of these, which are frozen now, gets a gradient after all."""
+    """Have `call(parameter)` called whenever one of these, which are frozen now, gets a gradient after all.
+
+    `call` must not hold a parameter: a hook is out of the garbage collector's sight, so neither would ever be freed.
+    """
     for parameter in parameters:
         if parameter.is_floating_point():
             parameter.requires_grad_(True)  # torch takes no hook otherwise

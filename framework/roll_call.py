@@ -17,6 +17,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,7 +59,9 @@ class RollCall:
         self.level()
         if self._size > 1:
             self._store = torch_private.store_of_the_world()
-            threading.Thread(target=self._answer, name="roll-call", daemon=True).start()
+            self._seen: Any = None
+            self._since = 0.0
+            threading.Thread(target=_answer, args=(weakref.ref(self),), name="roll-call", daemon=True).start()
 
     def level(self) -> None:
         """Count from here; called on all ranks at one point of the program."""
@@ -134,24 +137,35 @@ class RollCall:
         begun_since = {name: number - begun[name] for name, number in now.items()}
         return {"level": level, "batches": self.batches(), "collectives": begun_since}
 
-    def _answer(self) -> None:
-        """Look every second whether somebody asks, and say where the main thread is; ends with the process group."""
-        store = torch_private.store_of_the_world()
-        main = threading.main_thread().ident
-        before: Any = None
-        since = time.monotonic()
-        while dist.group.WORLD is self.groups[0]:
-            try:
-                if store.check(["roll_call/asked"]):
-                    frame = sys._current_frames().get(main or 0)
-                    place = self._place()
-                    here = (place, None if frame is None else (id(frame), frame.f_lasti))
-                    if here != before:
-                        before, since = here, time.monotonic()
-                    store.set(f"roll_call/at/{self._rank}", json.dumps({**place, "still_s": time.monotonic() - since}))
-            except RuntimeError:  # the store is gone, and the run with it: nobody will ask
-                return
-            time.sleep(POLL_S)
+    def answer(self) -> bool:
+        """Say where the main thread is, if somebody asks; return whether anybody ever will."""
+        if dist.group.WORLD is not self.groups[0]:
+            return False
+        try:
+            if self._store.check(["roll_call/asked"]):
+                frame = sys._current_frames().get(threading.main_thread().ident or 0)
+                place = self._place()
+                here = (place, None if frame is None else (id(frame), frame.f_lasti))
+                if here != self._seen:
+                    self._seen, self._since = here, time.monotonic()
+                still_s = time.monotonic() - self._since
+                self._store.set(f"roll_call/at/{self._rank}", json.dumps({**place, "still_s": still_s}))
+        except RuntimeError:  # the store is gone, and the run with it
+            return False
+        return True
+
+
+def _answer(current: weakref.ref[RollCall]) -> None:
+    """Look every second whether somebody asks; ends with the process group, which this thread doesn't keep alive."""
+    while True:
+        call = current()
+        if call is None:
+            return
+        if not call.answer():
+            forget(call)
+            return
+        del call
+        time.sleep(POLL_S)
 
 
 def _ahead(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
@@ -168,6 +182,13 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 _current: RollCall | None = None
+
+
+def forget(ended: RollCall | None = None) -> None:
+    """Let go of a roll call (None = whichever there is), and so of the groups and the trainer that it knows."""
+    global _current  # noqa: PLW0603 - one world a process
+    if ended is None or _current is ended:
+        _current = None
 
 
 def attend(groups: Sequence[dist.ProcessGroup], limit_s: float) -> RollCall:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
@@ -53,6 +55,20 @@ class Uneven(Ids):
 
     def __len__(self) -> int:
         return self.size + dist.get_rank()
+
+
+class Part(Ids):
+    """A dataset of which each rank has another part, of the same size."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index * int(os.environ["WORLD_SIZE"]) + int(os.environ["RANK"]))  # in workers too
+
+
+class Restless(Ids):
+    """A dataset that draws from a generator of its own: no sample is twice the same."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {**super().__getitem__(index), "noise": np.random.default_rng().random()}
 
 
 class Unseeded(Sampler[int]):

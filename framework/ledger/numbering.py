@@ -41,11 +41,13 @@ class Asked(NamedTuple):
         key: of the random numbers that samples of this epoch are drawn with.
         place: number of the first sample among those of the epoch, over all ranks.
         indices: of the samples in the dataset.
+        probe: place and index of a sample that is read besides, for `NumberedSamples.probed`; None = no other.
     """
 
     key: int
     place: int
     indices: array[int]
+    probe: tuple[int, int] | None = None
 
 
 class Together(NamedTuple):
@@ -78,7 +80,20 @@ class NumberedSamples(_Around, Dataset[Any]):
     Each sample is read under random numbers of its own, which follow from its place in the epoch: neither ranks nor
     workers nor a restart change how it is augmented. A dataset that reads batches (`__getitems__`) is seeded once a
     batch, and what `collate_fn` draws follows from the batch's last sample.
+
+    Attributes:
+        shared: memory that workers share: a checksum of the sample that was read as a probe.
     """
+
+    shared: Tensor
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset, shared=torch.zeros(1, dtype=torch.int64).share_memory_())  # type: ignore[no-untyped-call]
+
+    @property
+    def probed(self) -> int:
+        """Checksum of the probe; 0 = there was none, or it is another one each time that it is read."""
+        return int(self.shared[0])
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
@@ -86,6 +101,11 @@ class NumberedSamples(_Around, Dataset[Any]):
     def __getitems__(self, asked: Asked) -> Together:
         """Return the samples of one batch; torch's fetcher does the same where there is no such method."""
         indices = asked.indices
+        if asked.probe is not None:
+            place, index = asked.probe
+            alone = asked._replace(place=place, indices=array("q", [index]), probe=None)
+            found = [checksum(self.__getitems__(alone).samples) for _ in range(2)]
+            self.shared[0] = found[0] if found[0] == found[1] else 0
         if together := getattr(self.dataset, "__getitems__", None):
             seed(counter.at(asked.key, asked.place))
             return Together(indices, together(list(indices)))

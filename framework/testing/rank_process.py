@@ -141,6 +141,7 @@ def _clean_surroundings(task: Task) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    from framework import roll_call
     from framework.adapters.torch_private import forget_meshes
 
     os.environ.clear()
@@ -156,6 +157,7 @@ def _clean_surroundings(task: Task) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        roll_call.forget()
         forget_meshes()
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)

@@ -11,6 +11,8 @@ from plans import make_plan, option
 from reading import (
     Halved,
     Ids,
+    Part,
+    Restless,
     Several,
     SideBySide,
     Stream,
@@ -63,12 +65,19 @@ def test_f42_the_end_of_a_stream_is_the_same_on_any_number_of_ranks(pool: Any, t
         (partial(DataLoader, Halved(8)), "The stream begins with another sample on rank 1 than on rank 0"),
         (partial(DataLoader, Uneven(8)), "data of rank 1 has 9 samples, and 8 samples on rank 0"),
         (partial(DataLoader, Ids(8), sampler=Unseeded()), "data of rank 1 has another order"),
+        (partial(DataLoader, Part(8)), "Sample 0 of Part is another on rank 1 than on rank 0"),
+        (partial(DataLoader, Part(8), num_workers=1), "Sample 0 of Part is another on rank 1 than on rank 0"),
     ],
-    ids=["a stream cut by rank", "another size", "another order"],
+    ids=["a stream cut by rank", "another size", "another order", "cut by rank", "cut by rank, read by workers"],
 )
 def test_f44_data_that_differ_between_ranks_are_refused(pool: Any, make: Any, words: str) -> None:
     with pytest.raises(RanksError, match=words):
         pool.run(train, 2, plan(2), make, process_group=False, timeout=60)
+
+
+def test_f44_samples_that_are_never_twice_the_same_are_no_others_on_other_ranks(pool: Any) -> None:
+    for notes in pool.run(train, 2, plan(2), partial(DataLoader, Restless(8)), process_group=False):
+        assert notes.done == 4
 
 
 @pytest.mark.parametrize("kind", ["dict", "list"])

@@ -273,6 +273,9 @@ def test_f52_a_setting_that_a_sampler_of_ones_own_overrules_is_refused(setting: 
     with pytest.raises(UsageError, match=rf"sampler.{name}={value}, but the training loader has a sampler of its own"):
         process(weighted(), plan(**setting))
     process(weighted(), plan(**setting), 0, RunningStage.VALIDATING)
+    with pytest.raises(UsageError, match=rf"sampler.{name}={value}, but the training data is a stream"):
+        process(DataLoader(Stream(8)), plan(**setting))
+    process(DataLoader(Stream(8)), plan(**setting), 0, RunningStage.VALIDATING)
 
 
 def lines(path: Path, keep: slice) -> None:

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from framework.errors import EXIT_USAGE, UsageError
 from framework.failures import by_cause, death_of, doubt, failure_of, headline, write_error_file
@@ -70,10 +71,12 @@ def test_headlines() -> None:
     assert "exit code 3" in headline(death_of(1, 3, 0.0))
     assert headline(raised(2, ValueError("boom7"), 0.0)) == "rank 2 failed: ValueError: boom7"
     assert "signal 64" in headline(death_of(0, -64, 0.0))
+    assert headline(raised(1, UsageError("tp.size=3: no."), 0.0)) == "tp.size=3: no.", "a sentence for the user already"
 
 
 def test_a_users_mistake_keeps_its_exit_code() -> None:
     assert failure_of(0, UsageError("no")).exit_code == EXIT_USAGE
+    assert failure_of(0, MisconfigurationException("no")).exit_code == EXIT_USAGE, "Lightning's word for it"
     assert failure_of(0, ValueError("no")).exit_code == 1
     assert death_of(0, 0, 0.0).exit_code == 1, "ending early is a failure, even with code 0"
 

@@ -81,11 +81,10 @@ class Consistent:
         seed, size, how = plan.seed + self.seed, len(dataset), OWN
         if order is not None:
             size = len(order(0))
-            asked = [f"sampler.{name}={value}" for name, value in (("shuffle", self.shuffle), ("seed", self.seed))]
-            if train and (self.shuffle or self.seed):
+            if train and (asked := self._order_asked()):
                 raise UsageError(
-                    f"{asked[0] if self.shuffle else asked[1]}, but the training loader has a sampler of its own, "
-                    "which gives the order: leave one of the two out."
+                    f"{asked}, but the training loader has a sampler of its own, which gives the order: leave one of "
+                    "the two out."
                 )
         elif train and (shuffle if self.shuffle is None else self.shuffle):
             how = "shuffled"
@@ -129,8 +128,21 @@ class Consistent:
         return batches
 
     @hookimpl
-    def shard_iterable(self, dataset: Any, plan: RunPlan, data_rank: int) -> Any:
-        """Return every n-th sample of a stream, n = data ranks."""
+    def shard_iterable(self, dataset: Any, plan: RunPlan, data_rank: int, train: bool) -> Any:
+        """Return every n-th sample of a stream, n = data ranks.
+
+        Raises:
+            UsageError: an order of training samples was asked for, but only the stream can give one.
+        """
         from framework_plugins.sampler.batches import Share
 
+        if train and (asked := self._order_asked()):
+            raise UsageError(
+                f"{asked}, but the training data is a stream, which comes in an order of its own: leave it out, and "
+                "shuffle in the stream (random numbers of torch, NumPy and Python follow from seed and epoch there)."
+            )
         return Share(dataset, data_rank, plan.mesh.data_ranks, self.drop_last is True)
+
+    def _order_asked(self) -> str:
+        """Return the setting that asks for an order, as typed; "" = none does."""
+        return f"sampler.shuffle={self.shuffle}" if self.shuffle else f"sampler.seed={self.seed}" if self.seed else ""

@@ -199,15 +199,17 @@ class DDP:
             static_graph=self.static_graph,
             **settings,
         )
-        names = {parameter: name for name, parameter in part.root.named_parameters() if not parameter.requires_grad}
+        frozen = {name: parameter for name, parameter in part.root.named_parameters() if not parameter.requires_grad}
+        names = {id(parameter): name for name, parameter in frozen.items()}
 
         def thawed(parameter: Any) -> None:
+            name = names[id(parameter)]
             raise RunFailedError(
-                f"{names[parameter]} was frozen when the run began and has a gradient now, which torch's DDP wrapper "
+                f"{name} was frozen when the run began and has a gradient now, which torch's DDP wrapper "
                 "doesn't average; type strategy.reduction=overlap."
             )
 
-        on_gradient_of_frozen(names, thawed)
+        on_gradient_of_frozen(frozen.values(), thawed)
         wire = WIRE.get(self.hook)
         if self.hook == "powersgd":
             wrapped.register_comm_hook(*powersgd(group, self.powersgd_rank, self.powersgd_start_step))
