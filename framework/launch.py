@@ -209,9 +209,10 @@ class RunResult:
         """
         if self.error is None:
             return self.reason
-        refused = self.error.exit_code == EXIT_USAGE
-        trace = "" if refused else self.error.traceback.rstrip()
-        parts = [_capital(headline(self.error)), trace, self.reason]
+        first, trace = _capital(headline(self.error)), self.error.traceback.rstrip()
+        if self.error.exit_code == EXIT_USAGE:
+            first, trace = headline(self.error), ""  # a sentence that may begin with a setting's name
+        parts = [first, trace, self.reason]
         return "\n".join(part for part in parts if part)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from framework.compose import compose
+from framework.testing import WorkerPool
 from framework.verify import rank
 
 SMALL = [
@@ -35,6 +37,13 @@ def parameters() -> int:
     return sum(type(thing) is torch.nn.Parameter for thing in gc.get_objects())
 
 
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[WorkerPool]:
+    """Processes that have run nothing before: DeepSpeed, for one, keeps the threads of its groups."""
+    with WorkerPool() as pool:
+        yield pool
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -48,12 +57,14 @@ def parameters() -> int:
     ],
     ids=" ".join,
 )
-def test_a_run_that_ended_leaves_neither_threads_nor_parameters(pool: Any, tmp_path: Any, words: list[str]) -> None:
+def test_a_run_that_ended_leaves_neither_threads_nor_parameters(
+    fresh: WorkerPool, tmp_path: Any, words: list[str]
+) -> None:
     plan = compose([*SMALL, *words, f"run_dir={tmp_path}"])
-    before = pool.run(parameters, 2, process_group=False)
-    pool.run(rank.train, 2, plan, 0.1, process_group=False)
+    before = fresh.run(parameters, 2, process_group=False)
+    fresh.run(rank.train, 2, plan, 0.1, process_group=False)
     until = time.monotonic() + SOON_S
-    while (now := pool.run(threads, 2, process_group=False)) != [1, 1] and time.monotonic() < until:
+    while (now := fresh.run(threads, 2, process_group=False)) != [1, 1] and time.monotonic() < until:
         time.sleep(0.2)
     assert now == [1, 1]
-    assert pool.run(parameters, 2, process_group=False) == before
+    assert fresh.run(parameters, 2, process_group=False) == before
