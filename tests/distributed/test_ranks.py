@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -16,6 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from framework.testing import RanksError, run_ranks
+from framework.testing.rank_process import MOST_THREADS
+
+
+def leave_threads(number: int) -> int:
+    for _ in range(number):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
 
 
 def sum_of_ranks(scale: float) -> torch.Tensor:
@@ -120,6 +128,13 @@ def test_a_rank_that_takes_too_long_is_ended_with_its_children_and_its_stack_is_
     children = [int(line.split()[1]) for line in str(error.value).splitlines() if line.startswith("child ")]
     assert len(children) == 2
     assert not [pid for pid in children if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def test_processes_that_are_full_of_threads_are_replaced(pool):
+    few = pool.run(leave_threads, 2, 9)
+    assert pool.run(leave_threads, 2, MOST_THREADS) == few
+    fresh = pool.run(leave_threads, 2, 0)
+    assert not set(fresh) & set(few)
 
 
 def test_local_functions_are_refused_in_words(pool):
