@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,11 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def odd_rank(values: Sequence[object]) -> int | None:
+    """Return the first rank whose value, of those that `gather` returned, isn't rank 0's; None = all are alike."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 
 def anywhere(flag: bool, group: dist.ProcessGroup | None = None) -> bool:

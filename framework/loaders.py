@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from framework import counter
 from framework.adapters import lightning_private
-from framework.agreement import gather
+from framework.agreement import gather, odd_rank
 from framework.errors import UsageError
 from framework.ledger.numbering import Asked, Collate, NumberedSamples, Tray
 from framework.loading import Position, Where, check, iterate, settings_of
@@ -58,8 +58,7 @@ class Loader(DataLoader[Any]):
         """Yield `rows`; UsageError on all ranks if sample `index` isn't the same on all."""
         first = list(islice(rows, 1))
         everyones = gather(self._samples.probed)
-        other = next((rank for rank, one in enumerate(everyones) if one != everyones[0]), None)
-        if other is not None and all(everyones):
+        if all(everyones) and (other := odd_rank(everyones)):
             raise UsageError(
                 f"Sample {index} of {type(self._samples.dataset).__name__} is another on rank {other} than on rank 0, "
                 "but the framework shares samples out: give every rank all of the data, not a part by its rank."
@@ -160,13 +159,14 @@ def _first_of_rank_0(batches: BatchPlan) -> tuple[int, int] | None:
 def _same_on_all_ranks(batches: BatchPlan) -> None:
     """UsageError on all ranks if their datasets have different sizes, or a user's sampler different orders."""
     mine = (f"{batches.size} samples", batches.how, batches.fingerprint())
-    for rank, theirs in enumerate(everyones := gather(mine)):
-        if theirs != everyones[0]:
-            what = f"{theirs[0]}, and {everyones[0][0]} on rank 0" if theirs[0] != everyones[0][0] else "another order"
-            raise UsageError(
-                f"The data of rank {rank} has {what}: give all ranks the same dataset and sampler, which the framework "
-                "shares out; what a sampler draws with torch's, NumPy's or Python's random numbers is alike."
-            )
+    everyones = gather(mine)
+    if rank := odd_rank(everyones):
+        here, there = everyones[0][0], everyones[rank][0]
+        what = f"{there}, and {here} on rank 0" if there != here else "another order"
+        raise UsageError(
+            f"The data of rank {rank} has {what}: give all ranks the same dataset and sampler, which the framework "
+            "shares out; what a sampler draws with torch's, NumPy's or Python's random numbers is alike."
+        )
 
 
 def _batches_before(batches: BatchPlan, consumed: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from framework.adapters import lightning_private
-from framework.agreement import gather
+from framework.agreement import gather, odd_rank
 from framework.errors import UsageError
 from framework.ledger.numbering import Blocks, Collate, NumberedStream, Tray
 from framework.loading import Position, Where, check, iterate, settings_of
@@ -106,7 +106,7 @@ class StreamLoader(DataLoader[Any]):
     def _check_first(self, row: Any) -> None:
         """All ranks read the same stream, and it makes batches of the plan's size."""
         firsts = gather(int(self._stream.first))
-        if other := next((rank for rank, first in enumerate(firsts) if first != firsts[0]), None):
+        if other := odd_rank(firsts):
             raise UsageError(
                 f"The stream begins with another sample on rank {other} than on rank 0, but the framework shares it "
                 "out: let every rank yield all of it, in the same order (random numbers of torch, NumPy and Python are "

@@ -112,11 +112,11 @@ def serve(pipe: Connection, log: str) -> None:
         except EOFError:
             return
         done = _make(task)
-        done.spent = any(name in sys.modules for name in ONCE) or _threads() > MOST_THREADS
+        done.spent = any(name in sys.modules for name in ONCE) or threads() > MOST_THREADS
         pipe.send_bytes(pickle.dumps(done))
 
 
-def _threads() -> int:
+def threads() -> int:
     """Return how many threads this process has, C++ ones included; 0 where the system doesn't say."""
     tasks = "/proc/self/task"
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0

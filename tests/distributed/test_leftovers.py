@@ -6,7 +6,6 @@ A gloo group has three threads that wake up a hundred times a second, and a note
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from framework.compose import compose
 from framework.testing import WorkerPool
+from framework.testing.rank_process import threads
 from framework.verify import rank
 
 SMALL = [
@@ -24,11 +24,6 @@ SMALL = [
 ]  # fmt: skip
 SOON_S = 5.0
 """The thread that answers other ranks looks once a second whether its world is still there."""
-
-
-def threads() -> int:
-    """Of this process, C++ ones included."""
-    return len(os.listdir("/proc/self/task"))
 
 
 def parameters() -> int:

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,16 @@ with alone_in(sys.argv[1]):
 """
 
 
+@contextmanager
+def held(folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds `folder`."""
+    command = [sys.executable, "-c", CODE, str(folder), *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        yield holder
+
+
 def test_a_second_run_is_refused_and_one_after_it_is_not(tmp_path: Path) -> None:
     plan = bare_plan(tmp_path, 2, facts={"steps": 1_000_000, "step_s": 0.05})
     with Launched(plan, "rank_entries:steps") as run:
@@ -46,11 +58,7 @@ def test_a_second_run_is_refused_and_one_after_it_is_not(tmp_path: Path) -> None
 
 
 def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", CODE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
+    with held(tmp_path) as holder:
         with pytest.raises(UsageError, match=TOLD), alone_in(str(tmp_path)):
             pytest.fail("two runs in one folder")
         holder.kill()
@@ -61,10 +69,8 @@ def test_a_dead_process_holds_nothing(tmp_path: Path) -> None:
 
 def test_a_child_of_a_dead_process_holds_nothing(tmp_path: Path) -> None:
     """Under torchrun a rank holds the folder, and its DataLoader workers may outlive it for a moment."""
-    words = [sys.executable, "-c", CODE, str(tmp_path), "forks"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    with held(tmp_path, "forks") as holder:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
         child = int(holder.stdout.readline())
         try:
             holder.kill()
@@ -77,11 +83,7 @@ def test_a_child_of_a_dead_process_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_for_a_run_that_is_refused(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", CODE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
+    with held(tmp_path) as holder:
         with pytest.raises(UsageError, match=TOLD):
             job.run(bare_plan(tmp_path, 1), None)
         holder.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from framework import Requirements, hookimpl
 from framework_plugins.optimizer.fewer_bits import FewerBits
 
 
@@ -18,14 +17,7 @@ class AdamW8bit(FewerBits):
     """
 
     word: ClassVar[str] = "adamw8bit"
-
-    @hookimpl
-    def requirements(self) -> Requirements:
-        """DeepSpeed hands an optimizer flat buffers of many parameters, and knows its state by its own rules."""
-        why = "DeepSpeed steps flat buffers, and couldn't save this state by parameter"
-        return Requirements(
-            excludes=frozenset({"strategy=deepspeed"}), why={"strategy=deepspeed": f"{why}; type optimizer=adamw"}
-        )
+    not_flat: ClassVar[str] = "and couldn't save this state by parameter"
 
     def kind(self) -> Any:
         """Return the optimizer's class."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from framework import Problem, Requirements, RunPlan, hookimpl
+from framework import Problem, RunPlan, hookimpl
 from framework_plugins.optimizer.fewer_bits import FewerBits
 
 FINEST = 2.0**-8
@@ -22,14 +22,7 @@ class AdamWBf16(FewerBits):
     """
 
     word: ClassVar[str] = "adamw_bf16"
-
-    @hookimpl
-    def requirements(self) -> Requirements:
-        """DeepSpeed hands an optimizer flat buffers of many parameters."""
-        why = "DeepSpeed steps flat buffers, with which this state wasn't measured"
-        return Requirements(
-            excludes=frozenset({"strategy=deepspeed"}), why={"strategy=deepspeed": f"{why}; type optimizer=adamw"}
-        )
+    not_flat: ClassVar[str] = "with which this state wasn't measured"
 
     @hookimpl
     def check_plan(self, plan: RunPlan) -> Sequence[Problem]:

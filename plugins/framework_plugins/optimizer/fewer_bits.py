@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from framework import Problem, RunPlan, hookimpl
+from framework import Problem, Requirements, RunPlan, hookimpl
 from framework_plugins.optimizer.adamw import AdamW
 from framework_plugins.optimizer.schedule import both_at_once, groups
 
@@ -21,10 +21,18 @@ class FewerBits(AdamW):
 
     word: ClassVar[str] = ""
     """Name of the option."""
+    not_flat: ClassVar[str] = ""
+    """Why its state can't be that of flat buffers of many parameters, which DeepSpeed hands an optimizer."""
 
     def kind(self) -> Any:
         """Return the optimizer's class; imports torchao."""
         raise NotImplementedError
+
+    @hookimpl
+    def requirements(self) -> Requirements:
+        """Not under DeepSpeed."""
+        why = f"DeepSpeed steps flat buffers, {self.not_flat}; type optimizer=adamw"
+        return Requirements(excludes=frozenset({"strategy=deepspeed"}), why={"strategy=deepspeed": why})
 
     @hookimpl
     def check_plan(self, plan: RunPlan) -> Sequence[Problem]:
