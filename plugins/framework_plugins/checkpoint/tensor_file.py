@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from framework.checkpoint_files import CheckpointError, sync_folder
+from framework_plugins.checkpoint.uncached import UncachedFile
 
 VERSION = "version"
 """Key of the state's version, in words, in an index and in the metadata of each tensor file."""
@@ -42,23 +42,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], version: str) -> tu
     """
     ordered = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # each aligned to its own size
     header, hashes = header_of({key: tensors[key] for key in ordered}, version), {}
-    with path.open("wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(header))
+    with UncachedFile(path) as file:
+        file.write(memoryview(header))
         for key in ordered:
             left, digest = _bytes(tensors[key]), hashlib.sha256()
             while left:
                 digest.update(left[:CHUNK])
-                _write_all(file.fileno(), left[:CHUNK])
+                file.write(left[:CHUNK])
                 left = left[CHUNK:]
             hashes[key] = digest.hexdigest()
-        os.fsync(file.fileno())
     sync_folder(path.parent)
     return hashlib.sha256(header).hexdigest(), hashes
-
-
-def _write_all(file: int, left: memoryview) -> None:
-    while left:
-        left = left[os.write(file, left) :]
 
 
 def header_of(tensors: Mapping[str, Tensor], version: str) -> bytes:
