@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from framework import counter
 from framework.adapters import lightning_private
 from framework.errors import UsageError
-from framework.ledger.numbering import NumberedStream
+from framework.ledger.numbering import NumberedStream, Tray
 from framework.loaders import Loader
 from framework.loading import Where
 from framework.plan import RunPlan
@@ -130,10 +130,10 @@ class Loaders:
         self.manager = manager
         self.data_rank = data_rank
         self.training: Loader | StreamLoader | None = None
+        self.tray = Tray()
+        """Of the training loader; one that stays empty where samples have no numbers."""
         batch = plan.batch
         self._cut = (batch.local_batch_size, batch.data_ranks, batch.accumulation)
-        self._claimed = b""
-        self._trained: list[tuple[bytes, int]] = []
 
     def process(self, loader: object, trainer: LightningTrainer) -> object:
         """Return `loader` with the batches of this data rank; called by Lightning for each loader of each stage.
@@ -166,7 +166,7 @@ class Loaders:
                     "There are several training loaders, but an optimizer step is made of the samples of one: join the "
                     "datasets (torch.utils.data.ConcatDataset, StackDataset)."
                 )
-            self.training = ours
+            self.training, self.tray = ours, ours.tray
         return ours
 
     def _foreign(self, loader: Any, where: Where) -> Any:
@@ -266,22 +266,8 @@ class Loaders:
         words = [words for words in self.manager.hook.requirements() if "shards_parameters" in words.gives]
         return bool(words) or any(True for _ in trainer.lightning_module.buffers())  # DDP sends buffers round
 
-    def claim(self, batch: Any) -> None:
-        """Take the numbers of the samples of a training batch that is about to be trained, as the loader gave it."""
-        self._claimed = self.training.tray.claim(batch) if self.training is not None else b""
-
-    def begin(self, batch: int) -> None:
-        """Note that training batch `batch` holds what was claimed."""
-        if self._claimed:
-            self._trained.append((self._claimed, batch))
-
-    def take(self) -> list[tuple[bytes, int]]:
-        """Return the samples trained since the last call, by micro-step: their numbers (int64), and the batch's."""
-        trained, self._trained = self._trained, []
-        return trained
-
     def placed(self, trained: Sequence[tuple[bytes, int]]) -> list[tuple[bytes, range]]:
-        """Return the places of such samples, fillers left out; to be called before the loader's next iteration."""
+        """Return the places of what a tray gave, fillers left out; to be called before the loader's next iteration."""
         loader, found = self.training, []
         for own, batch in trained:
             if loader is None or not loader.real(batch):

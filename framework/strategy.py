@@ -265,7 +265,7 @@ class MeshStrategy(MeshCollectives):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; without a device there is nothing to move, unless the user has a hook of their own for it."""
         if self.loaders is not None and self._module.trainer.training:
-            self.loaders.claim(batch)
+            self.loaders.tray.claim(batch)
         if self._nothing_to_move:
             return tree_map(lambda leaf: leaf, batch)  # a module may change what it is given, not what the loader keeps
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -290,7 +290,7 @@ class MeshStrategy(MeshCollectives):
         step = self._module.trainer.global_step
         self._seed(step, batch_idx % self.plan.batch.accumulation)
         if self.loaders is not None:
-            self.loaders.begin(batch_idx)
+            self.loaders.tray.begin(batch_idx)
             if (masks := self.parts[0].masks) is not None:
                 places = self.loaders.numbers(batch_idx)
                 masks.begin(step, places[: batch_size(batch, len(places))])

@@ -126,11 +126,11 @@ class Fleet:
             if any(row is None for row in rows):
                 break
             for rank, row in zip(self.ranks, meddle(rows), strict=True):
-                rank.loaders.claim(row)
-                rank.loaders.begin(next(rank.numbers))
+                rank.loaders.tray.claim(row)
+                rank.loaders.tray.begin(next(rank.numbers))
         else:
             return self._end()
-        if any(rank.loaders._trained for rank in self.ranks):
+        if any(rank.loaders.tray._trained for rank in self.ranks):
             return self._end()  # the last step of an epoch, smaller than others
         for rank in self.ranks:
             rank.trainer.fit_loop.epoch_progress.current.processed += 1

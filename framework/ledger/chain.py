@@ -7,9 +7,9 @@ next link is SHA-256 over the last one, step, epoch, position and those sums.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Sequence
+from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,25 +32,30 @@ def digests(steps: Sequence[Sequence[tuple[bytes, range]]]) -> list[float]:
         steps: of each, by micro-step, the samples' numbers (int64) and their places in the step over all ranks, from 0.
     """
     values: list[float] = []
-    block: list[Sequence[tuple[bytes, range]]] = []
-    sizes: list[int] = []
+    numbers: list[bytes] = []
+    places: list[range] = []
+    ends: list[int] = []
+    size = 0
     for step in steps:
-        size = sum(len(places) for _, places in step)
-        if block and sum(sizes) + size > BLOCK:
-            values += _digests(block, sizes)
-            block, sizes = [], []
-        block.append(step)
-        sizes.append(size)
-    return values + _digests(block, sizes)
+        if size > BLOCK:
+            values += _digests(numbers, places, ends)
+            numbers, places, ends, size = [], [], [], 0
+        for own, one in step:
+            numbers.append(own)
+            places.append(one)
+            size += len(one)
+        ends.append(size)
+    return values + _digests(numbers, places, ends)
 
 
 BLOCK = 1 << 14
-"""Samples that are hashed at a time: what fits into a core's cache is five times as fast."""
+"""Samples after which a block of steps is hashed: what fits into a core's cache is five times as fast."""
 
 
-def _digests(steps: Sequence[Sequence[tuple[bytes, range]]], sizes: Sequence[int]) -> list[float]:
-    numbers = np.frombuffer(b"".join(numbers for step in steps for numbers, _ in step), _U)
-    z = _joined([one for step in steps for _, one in step]).view(_U)
+def _digests(parts: Sequence[bytes], places: Sequence[range], ends: Sequence[int]) -> list[float]:
+    """Return the two sums of each step of a block; `ends`: how many samples lie before each step's end."""
+    numbers = np.frombuffer(b"".join(parts), _U)
+    z = _joined(places).view(_U)
     t = np.empty_like(z)
     np.multiply(z, _PLACE, out=z)
     np.add(z, _KEY, out=z)
@@ -58,13 +63,15 @@ def _digests(steps: Sequence[Sequence[tuple[bytes, range]]], sizes: Sequence[int
     np.multiply(numbers, _GOLDEN, out=t)
     np.bitwise_xor(z, t, out=z)
     _finalize(z, t)
-    sums = np.zeros((len(steps), 2), _U)
-    filled = np.flatnonzero(sizes)
+    sums = np.zeros((len(ends), 2), _U)
+    bounds = np.array([0, *ends])
+    filled = np.flatnonzero(np.diff(bounds))
     if len(filled):
-        starts = np.cumsum([0, *sizes[:-1]])[filled]
+        starts = bounds[filled]
         sums[filled, 0] = np.add.reduceat(np.bitwise_and(z, _LOW, out=t), starts)
         sums[filled, 1] = np.add.reduceat(np.right_shift(z, _HALF, out=t), starts)
-    return [float(value) for value in sums.ravel().tolist()]
+    found: list[float] = sums.astype(np.float64).ravel().tolist()
+    return found
 
 
 def _joined(ranges: Sequence[range]) -> NDArray[np.int64]:
@@ -86,7 +93,7 @@ def _finalize(z: NDArray[np.uint64], t: NDArray[np.uint64]) -> None:
         np.multiply(z, factor, out=z)
 
 
-def link(last: str, step: int, epoch: int, position: int, total: Sequence[float]) -> str:
+def link(last: str, step: int, epoch: int, position: int, low: float, high: float) -> str:
     """Return the chain's next link, 32 hexadecimal digits.
 
     Args:
@@ -94,6 +101,10 @@ def link(last: str, step: int, epoch: int, position: int, total: Sequence[float]
         step: number of the optimizer step, from 1.
         epoch: from 0.
         position: samples of the epoch that were consumed before this step.
-        total: sums over all samples of the step, two numbers.
+        low: sum over all samples of the step of the lower 32 bits of their hashes.
+        high: the same of the upper 32 bits.
     """
-    return hashlib.sha256(bytes.fromhex(last) + struct.pack("<3q2d", step, epoch, position, *total)).hexdigest()[:32]
+    return sha256(bytes.fromhex(last) + _LINK(step, epoch, position, low, high)).hexdigest()[:32]
+
+
+_LINK = struct.Struct("<3q2d").pack

@@ -229,7 +229,7 @@ def check(story: History) -> Iterator[Finding]:
         yield from _place_findings(step, placed)
         links = {record.chain for record in written.values()}
         if expected is not None:
-            expected = link(expected, step, first.epoch, first.at, _total(written))
+            expected = link(expected, step, first.epoch, first.at, *_total(written))
             if links != {expected}:
                 yield Finding(
                     step, f"the chain is broken: {', '.join(sorted(map(str, links)))} is written, not {expected}"

@@ -191,12 +191,13 @@ class Blocks(_Around, IterableDataset[Any]):
 
 
 class Collate:
-    """The user's `collate_fn` over samples with numbers.
+    """The user's `collate_fn` over samples with numbers: a `Together`, or a stream's pairs.
 
     Args:
         user: the function.
-        stream: random numbers for it follow from its epoch and the first sample's number; None = those of the process.
-        alone: it gets one row, not a list of them: the stream yields batches.
+        stream: random numbers for it follow from its epoch and the first sample's number; None = samples of a map-style
+            dataset, and random numbers of the process.
+        alone: it gets one pair, not a list of them: the stream yields batches.
     """
 
     def __init__(self, user: Callable[[Any], Any], stream: NumberedStream | None = None, alone: bool = False) -> None:
@@ -205,19 +206,16 @@ class Collate:
         self.alone = alone
 
     def __call__(self, rows: Any) -> Numbered:
-        if self.alone:
-            rows = Together(array("q", [rows[0]]), rows[1])
-        elif not isinstance(rows, Together):
-            rows = Together(array("q", [row[0] for row in rows]), [row[1] for row in rows])
-        stream = self.stream
-        if stream is None:
+        if (stream := self.stream) is None:  # on the path of each batch: as little as can be
             return Numbered(rows.numbers.tobytes(), self.user(rows.samples))
-        with random_numbers(counter.derive("collate", *stream.key, stream.epoch, rows.numbers[0])):
-            return Numbered(rows.numbers.tobytes(), self.user(rows.samples))
+        pairs = [rows] if self.alone else rows
+        numbers = array("q", [number for number, _ in pairs])
+        with random_numbers(counter.derive("collate", *stream.key, stream.epoch, numbers[0])):
+            return Numbered(numbers.tobytes(), self.user(rows[1] if self.alone else [sample for _, sample in pairs]))
 
 
 class Tray:
-    """The batches that a loader has given and nobody has trained yet, each with its numbers.
+    """The batches that a loader has given and nobody has trained yet, each with its numbers, and what was trained.
 
     Attributes:
         waited_s: how long training has waited for batches of this loader, seconds.
@@ -227,6 +225,8 @@ class Tray:
         self.waited_s = 0.0
         self._waiting: deque[Numbered] = deque()
         self._last: Numbered | None = None
+        self._claimed: Numbered | None = None
+        self._trained: list[tuple[bytes, int]] = []
 
     def unpack(self, rows: Iterator[Numbered]) -> Iterator[Any]:
         """Yield the batches of a new iteration as the user knows them."""
@@ -240,20 +240,36 @@ class Tray:
             self._waiting.append(row)
             yield row.batch
 
-    def claim(self, batch: Any) -> bytes:
-        """Return the numbers of the batch that is about to be trained; empty if there are none.
+    def claim(self, batch: Any) -> None:
+        """Take the numbers of a batch that is about to be trained, as the loader gave it.
 
         By identity, so that a batch that got lost on the way, or came twice, takes its own numbers with it. A batch
         that a hook or a precision made anew is the one that waited longest.
         """
         waiting = self._waiting
-        if not waiting or waiting[0].batch is not batch:
-            if self._last is not None and batch is self._last.batch:
-                return self._last.numbers
-            if any(row.batch is batch for row in waiting):
-                while waiting[0].batch is not batch:
-                    waiting.popleft()
-            if not waiting:
-                return b""
-        self._last = last = waiting.popleft()
-        return last.numbers
+        if waiting and waiting[0].batch is batch:
+            self._claimed = self._last = waiting.popleft()
+        else:
+            self._claimed = self._found(batch)
+
+    def _found(self, batch: Any) -> Numbered | None:
+        waiting = self._waiting
+        if self._last is not None and batch is self._last.batch:
+            return self._last
+        if any(row.batch is batch for row in waiting):
+            while waiting[0].batch is not batch:
+                waiting.popleft()
+        if waiting:
+            self._last = waiting.popleft()
+            return self._last
+        return None
+
+    def begin(self, number: int) -> None:
+        """Note that training batch `number` holds what was claimed."""
+        if self._claimed is not None:
+            self._trained.append((self._claimed.numbers, number))
+
+    def take(self) -> list[tuple[bytes, int]]:
+        """Return the samples trained since the last call, by micro-step: their numbers (int64), and the batch's."""
+        trained, self._trained = self._trained, []
+        return trained

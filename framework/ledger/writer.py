@@ -113,7 +113,7 @@ class Ledger:
         self.step = step
         if self._loader is None:
             return
-        self._noted.append((step, self._strategy.loaders.take()))
+        self._noted.append((step, self._strategy.loaders.tray.take()))
         if len(self._noted) + len(self._pending) >= STEPS:
             self.settle()
 
@@ -142,18 +142,20 @@ class Ledger:
     def close_steps(self, sums: Sequence[float]) -> None:
         """Link the pending steps to the chain and write them down; `sums` are those of all ranks' `shares`."""
         lines = []
-        packed, width = narrowed(b"".join(numbers for step in self._pending for numbers, _ in step.trained))
+        packed, width = narrowed(b"".join([numbers for step in self._pending for numbers, _ in step.trained]))
         stop = 0
         for number, (step, epoch, at, trained) in enumerate(self._pending):
             if self.chain is not None:
-                self.chain = link(self.chain, step, epoch, at, sums[2 * number : 2 * number + 2])
-            start, stop = stop, stop + sum(len(numbers) for numbers, _ in trained) // 8 * width
-            numbers = b64encode(packed[start:stop]).decode()
-            places = ",".join(f"[{one.start},{len(one)},{one.step}]" for _, one in trained)
+                self.chain = link(self.chain, step, epoch, at, sums[2 * number], sums[2 * number + 1])
+            start, places = stop, ""
+            for numbers, one in trained:
+                stop += len(numbers) // 8 * width
+                places += f",[{one.start},{len(one)},{one.step}]"
+            samples = b64encode(packed[start:stop]).decode()
             last = "null" if self.chain is None else f'"{self.chain}"'
             # by hand: `json.dumps` takes four times as long
             lines.append(
-                f'{{"step":{step},"epoch":{epoch},"at":{at},"places":[{places}],"samples":"{numbers}","chain":{last}}}'
+                f'{{"step":{step},"epoch":{epoch},"at":{at},"places":[{places[1:]}],"samples":"{samples}","chain":{last}}}'
             )
         self._pending.clear()
         self._write(lines)

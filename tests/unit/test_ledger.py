@@ -219,7 +219,7 @@ def test_two_swapped_ranks_are_found(tmp_path: Path) -> None:
     fleet.step()
     one, other = fleet.ranks
     one.rows, other.rows, one.ahead, other.ahead = other.rows, one.rows, other.ahead, one.ahead
-    one.loaders.training.tray, other.loaders.training.tray = other.loaders.training.tray, one.loaders.training.tray
+    one.loaders.tray, other.loaders.tray = other.loaders.tray, one.loaders.tray
     fleet.step()
     fleet.settle(), fleet.kill()
     (found,) = findings(tmp_path)
@@ -379,7 +379,7 @@ def test_the_sum_is_exact_and_of_every_part() -> None:
     assert max(whole) < 2**44, "512 times as many still are exact"
     assert whole != summed(range(1 << 12), range(1, 1 + (1 << 12)))
     assert whole != summed(range(1, 1 + (1 << 12)), range(1 << 12))
-    assert len({link(START, 1, 0, 0, whole), link(START, 2, 0, 0, whole), link(START, 1, 0, 8, whole)}) == 3
+    assert len({link(START, 1, 0, 0, *whole), link(START, 2, 0, 0, *whole), link(START, 1, 0, 8, *whole)}) == 3
 
 
 def test_steps_are_summed_one_by_one() -> None:

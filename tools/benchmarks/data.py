@@ -138,9 +138,9 @@ class Ours:
 
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(self.loader):
-            self.loaders.claim(batch)
-            self.loaders.begin(number)
-            self.loaders.take()
+            self.loaders.tray.claim(batch)
+            self.loaders.tray.begin(number)
+            self.loaders.tray.take()
             yield batch
 
 
