@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.telling import told
+
 METHODS = ("ours, waited for", "ours, beside the steps", "DCP", "DCP, asynchronous", "gathered, torch.save")
 STALL_BAR, SLOWER_BAR = 0.10, 0.05
 WEIGHTS = 6
@@ -134,7 +136,7 @@ def measure(sizes: list[int], ranks: int, interval: int, step_ms: float, rounds:
     report: dict[str, Any] = {"ranks": ranks, "interval": interval, "step_ms": step_ms, "sizes": {}}
     for megabytes in sizes:
         rows = {}
-        for method in METHODS:
+        for method in told(METHODS, lambda method, size=megabytes: f"{size} MB, {method}"):
             folder = tempfile.mkdtemp(prefix="bench-")
             try:
                 with WorkerPool() as pool:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import framework
+from benchmarks.telling import told
 from framework.compose import compose
 from framework.data import Loaders
 from framework.plugin_manager import manager_for
@@ -191,12 +193,13 @@ def measure(settings: Settings) -> dict[str, Any]:
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     report: dict[str, Any] = {}
-    for kind in ("tokens", "pictures"):
-        for workers in settings.workers:
-            with tempfile.TemporaryDirectory() as folder:
-                data, collate = make(kind, settings, Path(folder))
-                one = partial(build, data=data, collate=collate, workers=workers, settings=settings)
-                report[f"{kind}, {workers} workers"] = _compare(one, settings, workers, Path(folder))
+    for kind, workers in told(
+        product(("tokens", "pictures"), settings.workers), lambda case: "{}, {} workers".format(*case)
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            data, collate = make(kind, settings, Path(folder))
+            one = partial(build, data=data, collate=collate, workers=workers, settings=settings)
+            report[f"{kind}, {workers} workers"] = _compare(one, settings, workers, Path(folder))
     return report
 
 

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from benchmarks.telling import told
 from framework.compose import compose
 from framework.plan import RunPlan
 
@@ -141,7 +142,7 @@ def measure(steps: int, names: Iterable[str] | None = None) -> dict[str, Any]:
     from framework.testing import WorkerPool
 
     report = {}
-    for name in names or SETTINGS:
+    for name in told(names or SETTINGS):
         with WorkerPool() as pool, tempfile.TemporaryDirectory() as folder:
             words = (
                 f"{SETTINGS[name]} {COMMON} trainer.max_steps={steps + WARMUP} run_dir={os.path.join(folder, 'run')}"

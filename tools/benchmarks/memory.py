@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from benchmarks.telling import told
 from framework.compose import compose, model_on_meta
 from framework.memory import bytes_per_rank, held_bytes
 from framework.plan import RunPlan
@@ -86,7 +87,7 @@ def measure(names: Iterable[str] | None = None) -> dict[str, Any]:
 
     report = {}
     with WorkerPool() as pool, tempfile.TemporaryDirectory() as folder:
-        for name in names or MIXES:
+        for name in told(names or MIXES):
             run_dir = os.path.join(folder, name.replace(" ", "_"))
             words = f"{MIXES[name]} {COMMON} run_dir={run_dir}".split()
             plan = compose(words)

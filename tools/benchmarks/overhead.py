@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import framework
+from benchmarks.telling import told
 from framework.compose import compose
 from framework.plan import RunPlan
 
@@ -283,7 +284,7 @@ def measure(cases: Iterable[str], settings: Settings) -> dict[str, Any]:
     from framework.testing import run_ranks
 
     report = {}
-    for case in cases:
+    for case in told(cases):
         limit = 60.0 + settings.rounds * settings.steps
         frozen = plan(case, settings.steps, settings.bar)
         ranks = run_ranks(run_case, CASES[case], case, settings, frozen.to_dict(), timeout=limit)

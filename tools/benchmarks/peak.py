@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.memory import COMMON, size
+from benchmarks.telling import told
 from framework.compose import compose
 from framework.plan import RunPlan
 
@@ -84,7 +85,7 @@ def measure(names: Iterable[str] | None = None) -> dict[str, Any]:
     from framework.testing import WorkerPool
 
     report = {}
-    for name in names or MIXES:
+    for name in told(names or MIXES):
         with WorkerPool() as pool, tempfile.TemporaryDirectory() as folder:  # new processes: nothing is warm
             shape = MODEL if "model=moe" not in MIXES[name] else MODEL.replace("layers=32", "layers=4")
             plan = compose(f"{MIXES[name]} {shape} {COMMON} run_dir={os.path.join(folder, 'run')}".split())

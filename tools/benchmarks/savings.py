@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from benchmarks.telling import told
 from framework.adapters import torch_memory
 from framework.compose import compose
 from framework.plan import RunPlan
@@ -124,7 +125,7 @@ def measure(steps: int, seeds: int, chosen: Sequence[str] | None = None) -> dict
     every, more = max(1, steps // 20), max(1, steps // 20)
     rows: dict[str, Any] = {}
     with WorkerPool() as pool, tempfile.TemporaryDirectory() as folder:
-        for name, plan, seed in _plans(names, folder, steps + more, every, seeds):
+        for name, plan, seed in told(_plans(names, folder, steps + more, every, seeds), _said):
             began = time.monotonic()
             row = rows.setdefault(name, {"curves": [], "seconds": 0.0})
             (found,) = pool.run(run, 1, plan.to_dict(), seed is None, process_group=False, timeout=900.0)
@@ -164,6 +165,11 @@ def _plans(
                 f"trainer.limit_val_batches={16 * batches // every} run_dir={run_dir}-{seed}"
             )
             yield name, compose(long.split()), seed
+
+
+def _said(row: tuple[str, RunPlan, int | None]) -> str:
+    name, _, seed = row
+    return f"{name}, memory" if seed is None else f"{name}, seed {seed}"
 
 
 def native() -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.telling import told
 from framework.summary import WORKER_SUMMARY, read_summary
 
 WORDS = "+strategy=fsdp +pp=gpipe trainer.max_steps=100000 trainer.limit_val_batches=0 trainer.log_every_n_steps=1"
@@ -87,7 +88,7 @@ def _stop(run: subprocess.Popen[bytes]) -> None:
 def measure(rounds: int) -> dict[str, Any]:
     """Return medians over `rounds`, and all rounds."""
     with tempfile.TemporaryDirectory() as folder:
-        all_rounds = [once(Path(folder) / f"run{number}") for number in range(rounds)]
+        all_rounds = [once(Path(folder) / f"run{number}") for number in told(range(1, rounds + 1))]
     return {
         "start_s": {phase: median(one["start_s"][phase] for one in all_rounds) for phase, _ in PHASES},
         "kill_to_step_s": median(one["kill_to_step_s"] for one in all_rounds),

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint import state_of
+from benchmarks.telling import told
 
 BARS = {"memory": 0.3, "peer": 2.0}
 STEP = 8
@@ -99,7 +100,7 @@ def measure(megabytes: int, ranks: int, rounds: int) -> dict[str, Any]:
                 "AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench",
             }.items():  # fmt: skip
                 os.environ[name] = value
-            for tier in ("memory", "peer", "disk", "remote"):
+            for tier in told(("memory", "peer", "disk", "remote")):
                 run, host = Path(disk) / tier, str(Path(shm) / f"host-{tier}")
                 run.mkdir()
                 settings = DCP(memory_dir=host, peers=[peer] if tier == "peer" else [],

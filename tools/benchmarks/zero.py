@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from benchmarks.telling import told
 from framework.adapters import deepspeed_private
 from framework.compose import compose
 from framework.plan import RunPlan
@@ -111,7 +112,7 @@ def measure(ranks: int, steps: int, names: Iterable[str] | None = None) -> dict[
 
     report = {}
     with WorkerPool() as pool, tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(names or ROWS):
+        for number, name in enumerate(told(names or ROWS)):
             run_dir = os.path.join(folder, str(number))
             words = f"{ROWS[name]} {COMMON} devices={ranks} trainer.max_steps={WARMUP + steps} run_dir={run_dir}"
             plan = compose(words.split())
