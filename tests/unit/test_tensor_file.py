@@ -13,6 +13,7 @@ from safetensors import safe_open
 from framework.checkpoint_files import CheckpointError
 from framework_plugins.checkpoint import tensor_file
 from framework_plugins.checkpoint.tensor_file import hash_of, read_header, version_in, write_tensors
+from framework_plugins.checkpoint.uncached import BUFFER
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -43,6 +44,16 @@ def test_the_library_reads_what_is_written(tmp_path: Path, monkeypatch: pytest.M
     for key, entry in entries.items():
         assert (len(written) + entry["data_offsets"][0]) % max(1, tensors[key].element_size()) == 0, "aligned"
     assert path.stat().st_size == len(written) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_the_library_reads_what_went_past_the_page_cache(tmp_path: Path) -> None:
+    big = torch.arange(BUFFER // 2 + 3, dtype=torch.float32)  # two whole buffers and a rest
+    path = tmp_path / "x.safetensors"
+    _, hashes = write_tensors(path, {"big": big, "small": torch.ones(3)}, "")
+    path.rename(tmp_path / "moved")
+    with safe_open(tmp_path / "moved", framework="pt") as opened:
+        assert torch.equal(opened.get_tensor("big"), big)
+        assert hash_of(opened.get_tensor("small")) == hashes["small"]
 
 
 def test_a_dtype_that_the_format_does_not_have(tmp_path: Path) -> None:
