@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.agreement import gather, ranks
+from framework.agreement import gather, odd_rank, ranks
 from framework.errors import RunFailedError
 
 log = logging.getLogger(__name__)
@@ -34,9 +34,8 @@ def take_from_first(module: nn.Module, device: torch.device) -> None:
     tensors = dict(_named(module))
     described = [f"{name} {tuple(t.shape)} {t.dtype} {t.is_meta}" for name, t in tensors.items()]
     digests = gather(hashlib.sha256("\n".join(described).encode()).hexdigest())
-    if len(set(digests)) > 1:
+    if other := odd_rank(digests):
         everyone = gather(described)
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         apart = sorted(set(everyone[0]) ^ set(everyone[other]))
         raise RunFailedError(
             f"Rank {other} built another module than rank 0: they differ in {apart[0] if apart else 'the order'}; "
