@@ -14,6 +14,7 @@ import logging
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, runtime_checkable
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from framework import counter
 from framework.adapters import lightning_private
 from framework.errors import UsageError
+from framework.ledger.chain import Stretch
 from framework.ledger.numbering import NumberedStream, Tray
 from framework.loaders import Loader
 from framework.loading import Where
@@ -91,13 +93,21 @@ class BatchPlan(Sampler[list[int]]):
         """
         return None
 
+    def whole(self) -> int:
+        """Return the number of the first batch that isn't of a whole optimizer step.
+
+        Those before are full, and the samples of each step have the same places: the ledger asks about all at once. 0 =
+        nobody knows, and it asks about each.
+        """
+        return 0
+
     @abstractmethod
     def consumed(self, steps: int) -> int:
         """Return how many samples of this epoch are consumed `steps` completed optimizer steps after the position."""
 
-    def packed(self, batch: int) -> array[int]:
-        """Return `indices` as int64 (typecode "q"), of which the ledger keeps the bytes."""
-        return array("q", self.indices(batch))
+    def packed(self, batch: int) -> bytes:
+        """Return `indices` as int64 in bytes, which the ledger keeps."""
+        return array("q", self.indices(batch)).tobytes()
 
     def origin(self, batch: int) -> int:
         """Return a number from which the random numbers of the batch's samples follow: its first sample's.
@@ -266,19 +276,49 @@ class Loaders:
         words = [words for words in self.manager.hook.requirements() if "shards_parameters" in words.gives]
         return bool(words) or any(True for _ in trainer.lightning_module.buffers())  # DDP sends buffers round
 
-    def placed(self, trained: Sequence[tuple[bytes, int]]) -> list[tuple[bytes, range]]:
-        """Return the places of what a tray gave, fillers left out; to be called before the loader's next iteration."""
-        loader, found = self.training, []
-        for own, batch in trained:
-            if loader is None or not loader.real(batch):
-                continue
-            places = self.numbers(batch)[: len(own) // 8]
-            if isinstance(loader, StreamLoader) and loader.own_batches:  # what is counted are batches
-                _, ranks, accumulation = self._cut
-                at = batch % accumulation * ranks + self.data_rank
-                places = range(at, at + 1)
-            found.append((own, places))
+    def placed(self, steps: Sequence[Sequence[tuple[bytes, int]]]) -> list[Stretch]:
+        """Return what a tray gave for each of these steps, fillers left out; before the loader's next iteration."""
+        found, at = [], 0
+        while at < len(steps):
+            whole = self._whole(steps, at)
+            one = [row for row in steps[at] if whole or (self.training is not None and self.training.real(row[1]))]
+            rows = chain.from_iterable(steps[at : at + whole]) if whole else one
+            places = tuple(self._places(len(own) // 8, batch) for own, batch in one)
+            found.append(Stretch(whole or 1, places, b"".join([own for own, _ in rows])))
+            at += whole or 1
         return found
+
+    def _whole(self, steps: Sequence[Sequence[tuple[bytes, int]]], at: int) -> int:
+        """Return how many steps from `at` on are whole, made of full batches of which one follows on the other."""
+        size, _, accumulation = self._cut
+        if self.training is None or not steps[at] or (batch := steps[at][0][1]) % accumulation:
+            return 0
+        length = 8 * (1 if self._counts_batches else size)
+        count = min(len(steps) - at, (self.training.whole(batch) - batch) // accumulation)
+        while count > 0:
+            some = steps[at : at + count]
+            sizes, numbers = zip(*chain.from_iterable(some), strict=True)
+            if (
+                {accumulation} == set(map(len, some))
+                and {length} == set(map(len, sizes))
+                and numbers == tuple(range(batch, batch + len(numbers)))
+            ):
+                return count
+            count //= 2
+        return 0
+
+    @property
+    def _counts_batches(self) -> bool:
+        """Whether what is counted are a stream's batches, not samples."""
+        return isinstance(self.training, StreamLoader) and self.training.own_batches
+
+    def _places(self, count: int, batch: int) -> range:
+        """Return the places in their step of what is counted of training batch `batch`, `count` of it."""
+        if self._counts_batches:
+            _, ranks, accumulation = self._cut
+            at = batch % accumulation * ranks + self.data_rank
+            return range(at, at + 1)
+        return self.numbers(batch)[:count]
 
     def numbers(self, batch: int) -> range:
         """Return the numbers, among the samples of their optimizer step, of the samples of training batch `batch`."""

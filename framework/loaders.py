@@ -52,7 +52,7 @@ class Loader(DataLoader[Any]):
         rows = iterate(self._reader, self._where, self.batches.position[0])
         if self._asking.probe is not None:
             rows = self._same_samples(rows, self._asking.probe[1])
-        return self.tray.unpack(rows) if self.numbered else (row.batch for row in rows)
+        return self.tray.unpack(rows) if self.numbered else (row[1] for row in rows)
 
     def _same_samples(self, rows: Iterator[Any], index: int) -> Iterator[Any]:
         """Yield `rows`; UsageError on all ranks if sample `index` isn't the same on all."""
@@ -76,10 +76,14 @@ class Loader(DataLoader[Any]):
         batches = self.batches
         return {"order": batches.how, "seed": batches.seed, "size": batches.size, "usable": batches.usable}
 
-    def began(self, step: int) -> tuple[int, int]:
-        """Return the epoch of optimizer step `step`, the last one, and the samples of it consumed before."""
-        base = self.position.base
-        return base.epoch, self.batches.consumed(step - 1 - base.steps)
+    def began(self, steps: range) -> tuple[int, list[int]]:
+        """Return the epoch of optimizer steps of the running iteration, and the samples of it consumed before each."""
+        base, consumed = self.position.base, self.batches.consumed
+        return base.epoch, [consumed(step - 1 - base.steps) for step in steps]
+
+    def whole(self, batch: int) -> int:
+        """Return the first batch, from `batch` on, that isn't of a whole optimizer step."""
+        return self.batches.whole()
 
     def real(self, batch: int) -> int:
         """Return how many samples of batch number `batch` count."""

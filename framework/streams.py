@@ -70,7 +70,7 @@ class StreamLoader(DataLoader[Any]):
         self._real = [1] * self._batches(consumed)
         self._stream.begin(epoch, consumed)
         rows = self._in_step(iterate(self._reader, self._where, epoch, shared=True), consumed)
-        return self.tray.unpack(rows) if self.numbered else (row.batch for row in rows)
+        return self.tray.unpack(rows) if self.numbered else (row[1] for row in rows)
 
     def _batches(self, consumed: int) -> int:
         """Return how many batches of a rank lie before a position; one inside of a step counts as the step's start."""
@@ -93,7 +93,7 @@ class StreamLoader(DataLoader[Any]):
                     last = next(row for row in gather(ready[0] if ready else last) if row is not None)
             for row in ready or [last]:
                 last = row
-                self._real.append(0 if not ready else 1 if self.own_batches else len(row.numbers) // 8)
+                self._real.append(0 if not ready else 1 if self.own_batches else len(row[0]) // 8)
                 yield row
             first = False
         if first and not consumed and self._where.train:
@@ -112,7 +112,7 @@ class StreamLoader(DataLoader[Any]):
                 "out: let every rank yield all of it, in the same order (random numbers of torch, NumPy and Python are "
                 "alike on all ranks)."
             )
-        plan, size = self._where.plan, 0 if row is None or not self.own_batches else batch_size(row.batch, 0)
+        plan, size = self._where.plan, 0 if row is None or not self.own_batches else batch_size(row[1], 0)
         if self._where.train and size not in (0, plan.batch.local_batch_size):
             raise UsageError(
                 f"The training stream yields batches of {size} samples, but global_batch_size="
@@ -130,10 +130,15 @@ class StreamLoader(DataLoader[Any]):
         """Return what the order of an epoch follows from."""
         return {"order": "stream", "seed": self._where.plan.seed, "size": None, "usable": None}
 
-    def began(self, step: int) -> tuple[int, int]:
-        """Return the epoch of optimizer step `step`, the last one, and the samples of it consumed before."""
+    def began(self, steps: range) -> tuple[int, list[int]]:
+        """Return the epoch of optimizer steps of the running iteration, and the samples of it consumed before each."""
         base = self.position.base
-        return base.epoch, base.consumed + (step - 1 - base.steps) * self._step
+        return base.epoch, [base.consumed + (step - 1 - base.steps) * self._step for step in steps]
+
+    def whole(self, batch: int) -> int:
+        """Return the first batch, from `batch` on, that isn't full: those before are of whole optimizer steps."""
+        full = 1 if self.own_batches else self._where.plan.batch.local_batch_size
+        return next((at for at in range(batch, len(self._real)) if self._real[at] != full), len(self._real))
 
     def real(self, batch: int) -> int:
         """Return how many samples of batch number `batch` count, 1 if nobody knows; 0 = it is a filler."""

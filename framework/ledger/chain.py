@@ -8,8 +8,10 @@ next link is SHA-256 over the last one, step, epoch, position and those sums.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,66 +25,55 @@ _LOW, _HALF = _U(0xFFFFFFFF), _U(32)
 _MIX = ((_U(30), _U(0xBF58476D1CE4E5B9)), (_U(27), _U(0x94D049BB133111EB)))
 
 
-def digests(steps: Sequence[Sequence[tuple[bytes, range]]]) -> list[float]:
+class Stretch(NamedTuple):
+    """Optimizer steps, one after another, whose samples have the same places: what one rank trained in them.
+
+    Attributes:
+        steps: how many.
+        places: of the samples in their step over all ranks, from 0, by micro-step.
+        numbers: of the samples of all steps, int64 in bytes.
+    """
+
+    steps: int
+    places: tuple[range, ...]
+    numbers: bytes
+
+
+def digests(stretches: Iterable[Stretch]) -> list[float]:
     """Return for each step the sum of its samples' hashes: of their lower and of their upper 32 bits.
 
     Fewer than 2^21 samples a step, or the sums aren't exact any more.
-
-    Args:
-        steps: of each, by micro-step, the samples' numbers (int64) and their places in the step over all ranks, from 0.
     """
     values: list[float] = []
-    numbers: list[bytes] = []
-    places: list[range] = []
-    ends: list[int] = []
-    size = 0
-    for step in steps:
-        if size > BLOCK:
-            values += _digests(numbers, places, ends)
-            numbers, places, ends, size = [], [], [], 0
-        for own, one in step:
-            numbers.append(own)
-            places.append(one)
-            size += len(one)
-        ends.append(size)
-    return values + _digests(numbers, places, ends)
+    for steps, places, numbers in stretches:
+        keys = _keys(places)
+        samples = np.frombuffer(numbers, _U).reshape(steps, len(keys))
+        sums = np.empty((steps, 2), _U)
+        rows = max(1, BLOCK // max(1, len(keys)))
+        for start in range(0, steps, rows):
+            block = slice(start, start + rows)
+            z = samples[block] * _GOLDEN
+            t = np.empty_like(z)
+            np.bitwise_xor(z, keys, out=z)
+            _finalize(z, t)
+            sums[block, 0] = np.bitwise_and(z, _LOW, out=t).sum(axis=1)
+            sums[block, 1] = np.right_shift(z, _HALF, out=t).sum(axis=1)
+        values += sums.astype(np.float64).ravel().tolist()
+    return values
 
 
 BLOCK = 1 << 14
-"""Samples after which a block of steps is hashed: what fits into a core's cache is five times as fast."""
+"""Samples that are hashed together: what fits into a core's cache is five times as fast."""
 
 
-def _digests(parts: Sequence[bytes], places: Sequence[range], ends: Sequence[int]) -> list[float]:
-    """Return the two sums of each step of a block; `ends`: how many samples lie before each step's end."""
-    numbers = np.frombuffer(b"".join(parts), _U)
-    z = _joined(places).view(_U)
-    t = np.empty_like(z)
+@lru_cache(maxsize=16)
+def _keys(places: tuple[range, ...]) -> NDArray[np.uint64]:
+    """Return the hash of each place."""
+    z = np.concatenate([np.empty(0, np.int64), *(np.arange(p.start, p.stop, p.step) for p in places)]).view(_U)
     np.multiply(z, _PLACE, out=z)
     np.add(z, _KEY, out=z)
-    _finalize(z, t)
-    np.multiply(numbers, _GOLDEN, out=t)
-    np.bitwise_xor(z, t, out=z)
-    _finalize(z, t)
-    sums = np.zeros((len(ends), 2), _U)
-    bounds = np.array([0, *ends])
-    filled = np.flatnonzero(np.diff(bounds))
-    if len(filled):
-        starts = bounds[filled]
-        sums[filled, 0] = np.add.reduceat(np.bitwise_and(z, _LOW, out=t), starts)
-        sums[filled, 1] = np.add.reduceat(np.right_shift(z, _HALF, out=t), starts)
-    found: list[float] = sums.astype(np.float64).ravel().tolist()
-    return found
-
-
-def _joined(ranges: Sequence[range]) -> NDArray[np.int64]:
-    """Return the numbers of all ranges, one after the other."""
-    if len({(len(one), one.step) for one in ranges}) == 1:  # as usual
-        length, step = len(ranges[0]), ranges[0].step
-        starts = np.array([one.start for one in ranges], np.int64)
-        return np.add.outer(starts, np.arange(0, length * step, step, dtype=np.int64)).ravel()
-    return np.concatenate(
-        [np.empty(0, np.int64), *(np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in ranges)]
-    )
+    _finalize(z, np.empty_like(z))
+    return z
 
 
 def _finalize(z: NDArray[np.uint64], t: NDArray[np.uint64]) -> None:
@@ -93,18 +84,21 @@ def _finalize(z: NDArray[np.uint64], t: NDArray[np.uint64]) -> None:
         np.multiply(z, factor, out=z)
 
 
-def link(last: str, step: int, epoch: int, position: int, low: float, high: float) -> str:
-    """Return the chain's next link, 32 hexadecimal digits.
+def links(last: str, step: int, epoch: int, ats: Iterable[int], sums: Sequence[float]) -> list[str]:
+    """Return the chain's next links, 32 hexadecimal digits each, of steps that follow one another in an epoch.
 
     Args:
         last: the link before.
-        step: number of the optimizer step, from 1.
+        step: number of the first of these optimizer steps, from 1.
         epoch: from 0.
-        position: samples of the epoch that were consumed before this step.
-        low: sum over all samples of the step of the lower 32 bits of their hashes.
-        high: the same of the upper 32 bits.
+        ats: of each step, the samples of the epoch that were consumed before.
+        sums: of each step, two numbers: `digests` summed up over all ranks.
     """
-    return sha256(bytes.fromhex(last) + _LINK(step, epoch, position, low, high)).hexdigest()[:32]
+    found, link = [], bytes.fromhex(last)
+    for number, at in enumerate(ats):
+        link = sha256(link + _LINK(step + number, epoch, at, sums[2 * number], sums[2 * number + 1])).digest()[:16]
+        found.append(link.hex())
+    return found
 
 
 _LINK = struct.Struct("<3q2d").pack

@@ -14,10 +14,10 @@ from typing import Any
 
 from framework.checkpoint_files import newest_complete
 from framework.errors import UsageError
-from framework.ledger.chain import digests, link
+from framework.ledger.chain import Stretch, digests, links
 
 FOLDER = "ledger"
-FORMAT = 2
+FORMAT = 3
 HEAD = ("time", "data_ranks", "step", "chain", "from", "order", "seed", "size", "usable")
 """What the first line of a file must have."""
 ORDERED = ("shuffled", "in order", "stream")
@@ -136,18 +136,27 @@ def _read_file(path: Path, rank: int, segment: Segment) -> None:
                 segment.heads[rank] = row
                 segment.records[rank] = {}
                 continue
-            places = tuple(range(first, first + count * by, by) for first, count, by in row["places"])
-            samples, count = b64decode(row["samples"], validate=True), sum(map(len, places))
-            if len(samples) == 4 * count:  # since format 2
-                samples = array("q", array("i", samples)).tobytes()
-            if len(samples) != 8 * count:
-                raise ValueError(f"{len(samples)} bytes of samples for {count} places")
-            record = Record(row["step"], row["epoch"], row["at"], places, samples, row["chain"])
-            if record.step in segment.records[rank]:
-                raise ValueError(f"step {record.step} is there twice")
+            for record in _records(row):
+                if record.step in segment.records[rank]:
+                    raise ValueError(f"step {record.step} is there twice")
+                segment.records[rank][record.step] = record
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"Line {number} of {path} can't be read: {error!r}.") from None
-        segment.records[rank][record.step] = record
+
+
+def _records(row: dict[str, Any]) -> Iterator[Record]:
+    """Yield the steps of a line: since format 3 a stretch of them."""
+    ats, chained = (row["at"], row["chain"]) if isinstance(row["at"], list) else ([row["at"]], [row["chain"]])
+    places = tuple(range(first, first + count * by, by) for first, count, by in row["places"])
+    size = sum(map(len, places))
+    samples, count = b64decode(row["samples"], validate=True), len(ats) * size
+    if len(samples) == 4 * count:  # since format 2
+        samples = array("q", array("i", samples)).tobytes()
+    if len(samples) != 8 * count:
+        raise ValueError(f"{len(samples)} bytes of samples for {count} places")
+    for number, (at, link) in enumerate(zip(ats, chained, strict=True)):
+        own = samples[8 * size * number : 8 * size * (number + 1)]
+        yield Record(row["step"] + number, row["epoch"], at, places, own, link)
 
 
 def history(run_dir: Path, segments: Sequence[Segment]) -> tuple[History, list[Finding]]:
@@ -227,12 +236,12 @@ def check(story: History) -> Iterator[Finding]:
         first = written[min(written)]
         placed = sorted((place, number, rank) for rank, record in written.items() for place, number in record.placed())
         yield from _place_findings(step, placed)
-        links = {record.chain for record in written.values()}
+        found = {record.chain for record in written.values()}
         if expected is not None:
-            expected = link(expected, step, first.epoch, first.at, *_total(written))
-            if links != {expected}:
+            (expected,) = links(expected, step, first.epoch, [first.at], _total(written))
+            if found != {expected}:
                 yield Finding(
-                    step, f"the chain is broken: {', '.join(sorted(map(str, links)))} is written, not {expected}"
+                    step, f"the chain is broken: {', '.join(sorted(map(str, found)))} is written, not {expected}"
                 )
                 return
         yield from _order_findings(segment, step, first, placed, orders)
@@ -254,8 +263,7 @@ def _last(story: History) -> int:
 
 
 def _total(written: dict[int, Record]) -> list[float]:
-    trained = [[(record.samples, range(0)), *((b"", place) for place in record.places)] for record in written.values()]
-    parts = digests(trained)
+    parts = digests(Stretch(1, record.places, record.samples) for record in written.values())
     return [sum(parts[::2]), sum(parts[1::2])]
 
 

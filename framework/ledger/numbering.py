@@ -14,7 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -26,12 +26,12 @@ from framework import counter
 from framework.adapters import torch_private
 from framework.randomness import random_numbers, seed
 
+Numbered: TypeAlias = "tuple[bytes, Any]"
+"""Numbers of samples, and the batch of them, or what it is collated from.
 
-class Numbered(NamedTuple):
-    """A batch and its samples' numbers: int64 in bytes, which workers send, and pinning leaves, as they are."""
-
-    numbers: bytes
-    batch: Any
+Numbers are int64 in bytes, which workers send, and pinning leaves, as they are. A plain tuple, of which pinning makes a
+list, since two are made for each batch on the path of a step.
+"""
 
 
 class Asked(NamedTuple):
@@ -40,21 +40,14 @@ class Asked(NamedTuple):
     Attributes:
         key: of the random numbers that samples of this epoch are drawn with.
         place: number of the first sample among those of the epoch, over all ranks.
-        indices: of the samples in the dataset.
+        numbers: indices of the samples in the dataset, int64 in bytes.
         probe: place and index of a sample that is read besides, for `NumberedSamples.probed`; None = no other.
     """
 
     key: int
     place: int
-    indices: array[int]
+    numbers: bytes
     probe: tuple[int, int] | None = None
-
-
-class Together(NamedTuple):
-    """What a dataset's `__getitems__` returned (samples, or whatever its `collate_fn` takes), with numbers."""
-
-    numbers: array[int]
-    samples: Any
 
 
 class _Around:
@@ -98,18 +91,21 @@ class NumberedSamples(_Around, Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, asked: Asked) -> Together:
-        """Return the samples of one batch; torch's fetcher does the same where there is no such method."""
-        indices = asked.indices
+    def __getitems__(self, asked: Asked) -> Numbered:
+        """Return the samples of one batch; torch's fetcher does the same where there is no such method.
+
+        What the dataset's own `__getitems__` returned need not be a list: it is whatever its `collate_fn` takes.
+        """
         if asked.probe is not None:
             place, index = asked.probe
-            alone = asked._replace(place=place, indices=array("q", [index]), probe=None)
-            found = [checksum(self.__getitems__(alone).samples) for _ in range(2)]
+            alone = asked._replace(place=place, numbers=array("q", [index]).tobytes(), probe=None)
+            found = [checksum(self.__getitems__(alone)[1]) for _ in range(2)]
             self.shared[0] = found[0] if found[0] == found[1] else 0
+        indices = memoryview(asked.numbers).cast("q")
         if together := getattr(self.dataset, "__getitems__", None):
             seed(counter.at(asked.key, asked.place))
-            return Together(indices, together(list(indices)))
-        return Together(indices, [self._read(index, asked, number) for number, index in enumerate(indices)])
+            return asked.numbers, together(list(indices))
+        return asked.numbers, [self._read(index, asked, number) for number, index in enumerate(indices)]
 
     def _read(self, index: Any, asked: Asked, number: int) -> Any:
         seed(counter.at(asked.key, asked.place + number))
@@ -191,7 +187,7 @@ class Blocks(_Around, IterableDataset[Any]):
 
 
 class Collate:
-    """The user's `collate_fn` over samples with numbers: a `Together`, or a stream's pairs.
+    """The user's `collate_fn` over samples with numbers: a `Numbered`, or a stream's pairs.
 
     Args:
         user: the function.
@@ -207,11 +203,11 @@ class Collate:
 
     def __call__(self, rows: Any) -> Numbered:
         if (stream := self.stream) is None:  # on the path of each batch: as little as can be
-            return Numbered(rows.numbers.tobytes(), self.user(rows.samples))
+            return rows[0], self.user(rows[1])
         pairs = [rows] if self.alone else rows
         numbers = array("q", [number for number, _ in pairs])
         with random_numbers(counter.derive("collate", *stream.key, stream.epoch, numbers[0])):
-            return Numbered(numbers.tobytes(), self.user(rows[1] if self.alone else [sample for _, sample in pairs]))
+            return numbers.tobytes(), self.user(rows[1] if self.alone else [sample for _, sample in pairs])
 
 
 class Tray:
@@ -238,7 +234,7 @@ class Tray:
             if row is None:
                 return
             self._waiting.append(row)
-            yield row.batch
+            yield row[1]
 
     def claim(self, batch: Any) -> None:
         """Take the numbers of a batch that is about to be trained, as the loader gave it.
@@ -247,17 +243,17 @@ class Tray:
         that a hook or a precision made anew is the one that waited longest.
         """
         waiting = self._waiting
-        if waiting and waiting[0].batch is batch:
+        if waiting and waiting[0][1] is batch:
             self._claimed = self._last = waiting.popleft()
         else:
             self._claimed = self._found(batch)
 
     def _found(self, batch: Any) -> Numbered | None:
         waiting = self._waiting
-        if self._last is not None and batch is self._last.batch:
+        if self._last is not None and batch is self._last[1]:
             return self._last
-        if any(row.batch is batch for row in waiting):
-            while waiting[0].batch is not batch:
+        if any(row[1] is batch for row in waiting):
+            while waiting[0][1] is not batch:
                 waiting.popleft()
         if waiting:
             self._last = waiting.popleft()
@@ -267,7 +263,7 @@ class Tray:
     def begin(self, number: int) -> None:
         """Note that training batch `number` holds what was claimed."""
         if self._claimed is not None:
-            self._trained.append((self._claimed.numbers, number))
+            self._trained.append((self._claimed[0], number))
 
     def take(self) -> list[tuple[bytes, int]]:
         """Return the samples trained since the last call, by micro-step: their numbers (int64), and the batch's."""

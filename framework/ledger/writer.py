@@ -1,8 +1,12 @@
 """`Ledger`: writes each optimizer step's samples into `run_dir/ledger`.
 
 A file for each data rank and attempt, `<run_id>-<attempt>-<data rank>.jsonl`, one JSON object a line: first where this
-attempt starts, then each step: its samples' numbers (int32, or int64 if there are larger ones, little endian, base64)
-and their places in the step over all ranks, as [first, count, stride] of each micro-step.
+attempt starts, then stretches of steps that follow one another in an epoch and are cut alike:
+
+- `step`: number of the first; `epoch`, from 0;
+- `at` and `chain`, of each: the samples of the epoch consumed before it, and its link;
+- `places` of each step's samples in it over all ranks, as [first, count, stride] of each micro-step;
+- `samples`: numbers of all (int32, or int64 if there are larger ones, little endian, base64).
 
 A step only notes what it was trained on. Every `STEPS` steps, and before each checkpoint, ranks add up their hashes of
 all of them in one all-reduce and write: what a kill can take are steps that are made again, as no checkpoint has them.
@@ -24,7 +28,7 @@ import numpy as np
 from lightning.pytorch import Trainer
 
 from framework.adapters import lightning_private
-from framework.ledger.chain import START, digests, link
+from framework.ledger.chain import START, Stretch, digests, links
 from framework.ledger.history import FOLDER, FORMAT
 from framework.loaders import Loader
 from framework.metrics import add_up
@@ -36,20 +40,24 @@ log = logging.getLogger(__name__)
 STEPS = 256
 
 
-class Step(NamedTuple):
-    """An optimizer step, its epoch, the samples of that epoch before it, and what this rank trained in it."""
+class Pending(NamedTuple):
+    """A stretch with the number of its first step, its epoch, and of each step the samples of that epoch before it."""
 
     step: int
     epoch: int
-    at: int
-    trained: Sequence[tuple[bytes, range]]
+    ats: Sequence[int]
+    stretch: Stretch
 
 
-def narrowed(numbers: bytes) -> tuple[memoryview, int]:
-    """Return int64 numbers as int32 if all fit, and the bytes of each."""
+def narrowed(numbers: bytes) -> bytes:
+    """Return int64 numbers as int32 if all fit."""
     wide = np.frombuffer(numbers, np.int64)
     narrow = wide.astype(np.int32)
-    return (memoryview(narrow.tobytes()), 4) if np.array_equal(narrow, wide) else (memoryview(numbers), 8)
+    return narrow.tobytes() if np.array_equal(narrow, wide) else numbers
+
+
+def _json(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, separators=(",", ":")).encode()
 
 
 class Ledger:
@@ -66,17 +74,19 @@ class Ledger:
         self.step = 0
         """Optimizer steps that are noted."""
         self._file: int | None = None
-        self._noted: list[tuple[int, Sequence[tuple[bytes, int]]]] = []
-        self._pending: list[Step] = []
+        self._noted: list[Sequence[tuple[bytes, int]]] = []
+        self._pending: list[Pending] = []
+        self._unsettled = 0
         self._counts = False
         self._strategy: Any = None
+        self._loaders: Any = None
         self._loader: Loader | StreamLoader | None = None
 
     def start(self, trainer: Trainer) -> None:
         """Begin an attempt; open its file if this rank speaks for a data rank."""
         self._strategy = trainer.strategy
         self.step = lightning_private.completed_steps(trainer)
-        loaders = self._strategy.loaders
+        loaders = self._loaders = self._strategy.loaders
         training = None if loaders is None else loaders.training
         self._loader = training if training is not None and training.numbered else None
         if self._loader is not None:
@@ -102,7 +112,7 @@ class Ledger:
             "whole_epochs": trainer.limit_train_batches in (None, 1.0),
             **self._loader.order(),
         }
-        self._write([json.dumps(head, separators=(",", ":"))])
+        self._write([_json(head), b"\n"])
 
     def batch_end(self, step: int) -> None:
         """At the end of an optimizer step note it; not called between, as `step` tells.
@@ -110,24 +120,30 @@ class Ledger:
         Args:
             step: how many are done.
         """
+        if step != self.step + 1:
+            self.place()
         self.step = step
         if self._loader is None:
             return
-        self._noted.append((step, self._strategy.loaders.tray.take()))
-        if len(self._noted) + len(self._pending) >= STEPS:
+        self._noted.append(self._loaders.tray.take())
+        self._unsettled += 1
+        if self._unsettled >= STEPS:
             self.settle()
 
     def place(self) -> None:
         """Find the epoch and the places of noted steps: many at once is cheap, and each by itself isn't."""
-        if self._loader is None:
+        if self._loader is None or not self._noted:
             return
-        for step, trained in self._noted:
-            self._pending.append(Step(step, *self._loader.began(step), self._strategy.loaders.placed(trained)))
+        step = self.step + 1 - len(self._noted)
+        for stretch in self._loaders.placed(self._noted):
+            epoch, ats = self._loader.began(range(step, step + stretch.steps))
+            self._pending.append(Pending(step, epoch, ats, stretch))
+            step += stretch.steps
         self._noted.clear()
 
     def settle(self) -> None:
         """Agree on the hashes of the steps since the last time, and write them. Collective."""
-        if self._noted or self._pending:
+        if self._unsettled:
             shares = self.shares()
             alone = self.plan.batch.data_ranks == 1
             self.close_steps(shares if alone else add_up(shares, self._strategy.root_device))
@@ -135,30 +151,33 @@ class Ledger:
     def shares(self) -> list[float]:
         """Return what this rank adds to the sums of hashes of the pending steps, two numbers for each."""
         self.place()
+        stretches = [pending.stretch for pending in self._pending]
         if not self._counts and self.plan.batch.data_ranks > 1:
-            return [0.0] * (2 * len(self._pending))
-        return digests([step.trained for step in self._pending])
+            return [0.0] * (2 * sum(stretch.steps for stretch in stretches))
+        return digests(stretches)
 
     def close_steps(self, sums: Sequence[float]) -> None:
         """Link the pending steps to the chain and write them down; `sums` are those of all ranks' `shares`."""
-        lines = []
-        packed, width = narrowed(b"".join([numbers for step in self._pending for numbers, _ in step.trained]))
-        stop = 0
-        for number, (step, epoch, at, trained) in enumerate(self._pending):
+        parts: list[bytes] = []
+        at = 0
+        for step, epoch, ats, (steps, places, numbers) in self._pending:
+            chained: list[str] | list[None] = [None] * steps
             if self.chain is not None:
-                self.chain = link(self.chain, step, epoch, at, sums[2 * number], sums[2 * number + 1])
-            start, places = stop, ""
-            for numbers, one in trained:
-                stop += len(numbers) // 8 * width
-                places += f",[{one.start},{len(one)},{one.step}]"
-            samples = b64encode(packed[start:stop]).decode()
-            last = "null" if self.chain is None else f'"{self.chain}"'
-            # by hand: `json.dumps` takes four times as long
-            lines.append(
-                f'{{"step":{step},"epoch":{epoch},"at":{at},"places":[{places[1:]}],"samples":"{samples}","chain":{last}}}'
-            )
+                chained = links(self.chain, step, epoch, ats, sums[2 * at : 2 * (at + steps)])
+                self.chain = chained[-1]
+            at += steps
+            row = {
+                "step": step,
+                "epoch": epoch,
+                "at": ats,
+                "places": [[one.start, len(one), one.step] for one in places],
+                "chain": chained,
+            }
+            # what is long goes around `json.dumps`, which would look at each of its characters
+            parts += [_json(row)[:-1], b',"samples":"', b64encode(narrowed(numbers)), b'"}\n']
         self._pending.clear()
-        self._write(lines)
+        self._unsettled = 0
+        self._write(parts)
 
     def sync(self) -> None:
         """Settle, down to the disk: a checkpoint holds these steps. Collective."""
@@ -188,10 +207,10 @@ class Ledger:
                 self._give_up(error)
             return
 
-    def _write(self, lines: Sequence[str]) -> None:
-        if self._file is None or not lines:
+    def _write(self, parts: Sequence[bytes]) -> None:
+        if self._file is None:
             return
-        left = memoryview(("\n".join(lines) + "\n").encode())
+        left = memoryview(b"".join(parts))
         try:
             while left:
                 left = left[os.write(self._file, left) :]

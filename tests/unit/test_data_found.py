@@ -312,7 +312,7 @@ def ledger_of_four_steps(run_dir: Path) -> None:
     fleet = Fleet(run_dir, lambda: DataLoader(Ids(48)), 1)
     for _ in range(4):
         fleet.step()
-    fleet.settle()
+        fleet.settle()
     fleet.kill()
 
 

@@ -123,11 +123,10 @@ def test_what_the_user_set_acts() -> None:
 def test_pinning_leaves_numbers_and_reaches_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch's thread does with what our loader reads; there is no device here."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self + 100)
-    row = Numbered(b"12345678", {"id": torch.tensor([1]), "more": [torch.tensor(2)]})
-    pinned = torch_pin_memory(row)
-    assert type(pinned) is Numbered
-    assert (pinned.numbers, pinned.batch["id"].tolist()) == (b"12345678", [101])
-    assert pinned.batch["more"][0].item() == 102
+    row: Numbered = (b"12345678", {"id": torch.tensor([1]), "more": [torch.tensor(2)]})
+    numbers, batch = torch_pin_memory(row)
+    assert (numbers, batch["id"].tolist()) == (b"12345678", [101])
+    assert batch["more"][0].item() == 102
 
 
 class Moved(torch.Tensor):

@@ -9,7 +9,7 @@ import random
 import tempfile
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from reading import Ids, Stream
 from torch.utils.data import ConcatDataset, DataLoader, Subset, WeightedRandomSampler
 
 from framework import cli
-from framework.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE
-from framework.ledger.chain import START, digests, link
+from framework.data import Loaders
+from framework.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, UsageError
+from framework.ledger.chain import BLOCK, START, Stretch, digests, links
 from framework.ledger.history import _samples, check, first_difference, history, read
 from framework.ledger.writer import narrowed
 from framework_plugins.data.mixture import Draws, Mix
@@ -240,13 +241,32 @@ def test_a_restart_from_the_wrong_position_is_found(tmp_path: Path) -> None:
     assert any("was trained before in epoch 0" in line for line in found)
 
 
-def edited(folder: Path, edit: Callable[[list[dict[str, Any]]], None]) -> list[str]:
-    """Make five steps, change what rank 1 wrote, return the findings."""
-    train(folder, "shuffled", 5)
-    (path,) = (folder / "ledger").glob("*-00001.jsonl")
+def rewrite(path: Path, edit: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Change the objects of a ledger's file; the first one is its head."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     edit(rows)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def by_steps(rows: list[dict[str, Any]], typecode: str = "i") -> None:
+    """Make of each stretch a line for each step, as it was before format 3; before format 2 numbers were int64."""
+    head, *stretches = rows
+    rows[:] = [{**head, "format": 2 if typecode == "i" else 1}]
+    for row in stretches:
+        numbers = array("i", b64decode(row["samples"]))
+        size = len(numbers) // len(row["at"])
+        for number, (at, link) in enumerate(zip(row["at"], row["chain"], strict=True)):
+            own = array(typecode, numbers[size * number : size * (number + 1)])
+            samples = b64encode(own.tobytes()).decode()
+            rows.append({**row, "step": row["step"] + number, "at": at, "chain": link, "samples": samples})
+
+
+def edited(folder: Path, edit: Callable[[list[dict[str, Any]]], None]) -> list[str]:
+    """Make five steps, have rank 1 write a line for each, change them, return the findings."""
+    train(folder, "shuffled", 5)
+    (path,) = (folder / "ledger").glob("*-00001.jsonl")
+    rewrite(path, by_steps)
+    rewrite(path, edit)
     return findings(folder)
 
 
@@ -266,33 +286,125 @@ def test_what_was_edited_is_found(tmp_path: Path, edit: Any, said: str) -> None:
     assert any(line.startswith(said) for line in found) if said else not found
 
 
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda row: row["chain"].reverse(), "step 1: the chain is broken"),
+        (lambda row: row.update(places=[[0, 4, 1]]), "step 1: place 0 was filled twice"),
+        (lambda row: row.update(step=2), "step 1: data rank 1 wrote nothing about this step"),
+        (lambda row: row["at"].pop(), "Line 2 of .* can't be read: ValueError"),
+        (lambda row: row["chain"].pop(), "Line 2 of .* can't be read: ValueError"),
+        (lambda row: row.update(places=[]), "Line 2 of .* can't be read: ValueError"),
+    ],
+)
+def test_what_was_edited_in_a_stretch_is_found(tmp_path: Path, edit: Any, said: str) -> None:
+    train(tmp_path, "shuffled", 5)
+    (path,) = (tmp_path / "ledger").glob("*-00001.jsonl")
+    rewrite(path, lambda rows: edit(rows[1]))
+    if said.startswith("Line"):
+        with pytest.raises(UsageError, match=said):
+            read(tmp_path)
+    else:
+        assert findings(tmp_path)[0].startswith(said)
+
+
 @pytest.mark.parametrize(("largest", "width"), [(2**31 - 1, 4), (2**31, 8)])
 def test_numbers_take_four_bytes_where_all_fit(largest: int, width: int) -> None:
     """Both ways of writing give the numbers back; a stream of tokens may be longer than 2^31."""
     numbers = array("q", [0, 7, largest])
-    packed, found = narrowed(numbers.tobytes())
-    assert (found, array({4: "i", 8: "q"}[found], bytes(packed)).tolist()) == (width, numbers.tolist())
+    found = narrowed(numbers.tobytes())
+    assert (len(found), array({4: "i", 8: "q"}[width], found)) == (3 * width, numbers)
 
 
-def test_a_ledger_of_format_1_is_read(tmp_path: Path) -> None:
-    """It has eight bytes a number."""
-    train(tmp_path, "shuffled", 5)
-    chain = history(tmp_path, read(tmp_path))[0].steps[-1][0].records[0][5].chain
+@pytest.mark.parametrize("typecode", ["q", "i"])
+def test_a_ledger_of_formats_1_and_2_is_read(tmp_path: Path, typecode: str) -> None:
+    train(tmp_path, "shuffled", 14)
+    records = records_of(tmp_path)
     for path in (tmp_path / "ledger").glob("*.jsonl"):
-        head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows:
-            row["samples"] = b64encode(array("q", array("i", b64decode(row["samples"]))).tobytes()).decode()
-        path.write_text("".join(json.dumps(row) + "\n" for row in ({**head, "format": 1}, *rows)))
+        rewrite(path, lambda rows: by_steps(rows, typecode))
     assert findings(tmp_path) == []
-    assert history(tmp_path, read(tmp_path))[0].steps[-1][0].records[0][5].chain == chain
+    assert records_of(tmp_path) == records
 
 
-def test_a_line_that_was_not_finished_is_a_step_that_was_not_made(tmp_path: Path) -> None:
-    train(tmp_path, "shuffled", 5)
+def records_of(folder: Path) -> dict[int, Any]:
+    (segment,) = read(folder)
+    return segment.records
+
+
+# -- stretches ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("source", [*FAST, "of batches"])
+def test_a_stretch_says_what_its_steps_would_say_one_by_one(
+    tmp_path: Path, source: str, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SOURCES, "of batches", lambda: DataLoader(Batches(20, 4 // accumulation), batch_size=None))
+    lines = []
+    for name in ("stretches", "steps"):
+        train(tmp_path / name, source, 14, accumulation=accumulation)
+        lines.append(len((tmp_path / name / "ledger" / "run-0-00000.jsonl").read_text().splitlines()))
+        monkeypatch.setattr(Loaders, "_whole", lambda *_: 0)
+    assert records_of(tmp_path / "stretches") == records_of(tmp_path / "steps")
+    assert lines[1] == 1 + 14
+    assert lines[0] <= 1 + 2 * 5, "of each epoch that was begun whole steps and the rest"
+
+
+class Batches(Stream):
+    """A stream of `size` batches of so many samples."""
+
+    def __init__(self, size: int, samples: int) -> None:
+        super().__init__(size)
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return ({"id": torch.full((self.samples,), number)} for number in range(self.size))
+
+
+def test_a_stretch_ends_where_a_step_is_not_as_others(tmp_path: Path) -> None:
+    """A batch that was left out, steps that trained nothing, and numbers of steps that jump."""
+    fleet = Fleet(tmp_path, lambda: DataLoader(Ids(800)), 1)
+    (rank,) = fleet.ranks
+    for step in range(1, 21):
+        if step == 6:
+            next(rank.numbers), rank.fetch()
+        if step == 15:
+            rank.trainer.global_step += 1
+            rank.ledger.batch_end(16)
+            rank.trainer.global_step += 3
+        fleet.step()
+    fleet.settle(), fleet.kill()
+    (records,) = records_of(tmp_path).values()
+    assert list(records) == [*range(1, 15), 16, *range(19, 25)]
+    trained = [array("q", record.samples).tolist() for record in records.values()]
+    batches = [list(range(8 * n, 8 * n + 8)) for n in (*range(5), *range(6, 21))]
+    assert trained == [*batches[:14], [], *batches[14:]]
+    assert all(len(record.samples) == 8 * sum(map(len, record.places)) for record in records.values())
+
+
+def test_places_are_those_of_the_batches_that_came(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, SOURCES["in order"], 1, accumulation=2)
+    numbers = [array("q", range(4 * n, 4 * n + 4)).tobytes() for n in range(4)]
+    steps = [[(numbers[0], 0), (numbers[1], 1)], [(numbers[3], 3), (numbers[2], 2)]]
+    first, second = (range(4), range(4, 8))
+    assert fleet.ranks[0].loaders.placed(steps) == [
+        Stretch(1, (first, second), numbers[0] + numbers[1]),
+        Stretch(1, (second, first), numbers[3] + numbers[2]),
+    ]
+    fleet.kill()
+
+
+def test_a_line_that_was_not_finished_is_of_steps_that_were_not_made(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, SOURCES["shuffled"], 2)
+    for lines in (3, 2):
+        for _ in range(lines):
+            fleet.step()
+        fleet.settle()
+    fleet.kill()
     (path,) = (tmp_path / "ledger").glob("*-00001.jsonl")
     path.write_bytes(path.read_bytes()[:-9])
     assert findings(tmp_path) == []
-    assert len(history(tmp_path, read(tmp_path))[0].steps) == 4
+    assert len(history(tmp_path, read(tmp_path))[0].steps) == 3
 
 
 def test_a_full_disk_ends_the_ledger_and_not_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -369,7 +481,7 @@ def test_what_has_no_ledger_is_one_sentence(words: list[str], said: str, tmp_pat
 
 
 def summed(numbers: range, places: range) -> tuple[float, ...]:
-    return tuple(digests([[(array("q", numbers).tobytes(), places)]]))
+    return tuple(digests([Stretch(1, (places,), array("q", numbers).tobytes())]))
 
 
 def test_the_sum_is_exact_and_of_every_part() -> None:
@@ -379,14 +491,23 @@ def test_the_sum_is_exact_and_of_every_part() -> None:
     assert max(whole) < 2**44, "512 times as many still are exact"
     assert whole != summed(range(1 << 12), range(1, 1 + (1 << 12)))
     assert whole != summed(range(1, 1 + (1 << 12)), range(1 << 12))
-    assert len({link(START, 1, 0, 0, *whole), link(START, 2, 0, 0, *whole), link(START, 1, 0, 8, *whole)}) == 3
+    assert len({*links(START, 1, 0, [0], whole), *links(START, 2, 0, [0], whole), *links(START, 1, 0, [8], whole)}) == 3
 
 
 def test_steps_are_summed_one_by_one() -> None:
-    numbers = [array("q", range(start, start + 4)).tobytes() for start in (0, 4, 8)]
-    one, two, three = [(numbers[0], range(4))], [(numbers[1], range(4)), (numbers[2], range(4, 8))], []
-    assert digests([one, two, three]) == [*digests([one]), *digests([two]), 0.0, 0.0]
+    places, steps, samples = (range(4), range(8, 12)), 3 + BLOCK // 8, np.arange(8 * (3 + BLOCK // 8))
+    each = [digests([Stretch(1, places, row.tobytes())]) for row in samples.reshape(steps, 8)]
+    assert digests([Stretch(steps, places, samples.tobytes())]) == [part for one in each for part in one]
+    nothing = Stretch(2, (), b"")
+    assert digests([Stretch(1, places, samples[:8].tobytes()), nothing]) == [*each[0], 0.0, 0.0, 0.0, 0.0]
     assert digests([]) == []
+
+
+def test_links_follow_one_another() -> None:
+    sums = [float(number) for number in range(6)]
+    first, second, third = links(START, 7, 1, [0, 8, 16], sums)
+    assert links(START, 7, 1, [0], sums[:2]) == [first]
+    assert links(first, 8, 1, [8, 16], sums[2:]) == [second, third]
 
 
 def test_the_hash_is_the_documented_one() -> None:
@@ -404,4 +525,4 @@ def test_the_hash_is_the_documented_one() -> None:
     ]
     wanted = [sum(one % 2**32 for one in hashes), sum(one >> 32 for one in hashes)]
     numbers = array("q", [number for number, _ in samples]).tobytes()
-    assert digests([[(numbers[:16], range(0, 2)), (numbers[16:], range(9, 10))]]) == wanted
+    assert digests([Stretch(1, (range(0, 2), range(9, 10)), numbers)]) == wanted

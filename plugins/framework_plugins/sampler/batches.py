@@ -115,10 +115,10 @@ class ConsistentBatches(BatchPlan):
         """See `BatchPlan`. A filler is the first sample of its step."""
         return list(self._samples(batch))
 
-    def packed(self, batch: int) -> array[int]:
+    def packed(self, batch: int) -> bytes:
         """See `BatchPlan`."""
         samples = self._samples(batch)
-        return samples if isinstance(samples, array) else array("q", samples)
+        return (samples if isinstance(samples, array) else array("q", samples)).tobytes()
 
     def _samples(self, batch: int) -> Sequence[int]:
         order = self._order()
@@ -152,6 +152,10 @@ class ConsistentBatches(BatchPlan):
         """See `BatchPlan`."""
         _, low, high = self._bounds(batch)
         return high - low
+
+    def whole(self) -> int:
+        """See `BatchPlan`."""
+        return self.first() + self._left // self.step * self._per_step
 
     def place(self, batch: int) -> int:
         """See `BatchPlan`."""
