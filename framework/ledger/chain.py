@@ -66,7 +66,7 @@ BLOCK = 1 << 14
 """Samples that are hashed together: what fits into a core's cache is five times as fast."""
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)  # of all ranks, when a ledger is read
 def _keys(places: tuple[range, ...]) -> NDArray[np.uint64]:
     """Return the hash of each place."""
     z = np.concatenate([np.empty(0, np.int64), *(np.arange(p.start, p.stop, p.step) for p in places)]).view(_U)

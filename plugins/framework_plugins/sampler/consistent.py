@@ -145,4 +145,4 @@ class Consistent:
 
     def _order_asked(self) -> str:
         """Return the setting that asks for an order, as typed; "" = none does."""
-        return f"sampler.shuffle={self.shuffle}" if self.shuffle else f"sampler.seed={self.seed}" if self.seed else ""
+        return "sampler.shuffle=true" if self.shuffle else f"sampler.seed={self.seed}" if self.seed else ""
