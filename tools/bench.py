@@ -71,10 +71,10 @@ def main() -> None:
     # Before torch is imported: one thread a rank, as a launcher would set on this many cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    from rich.console import Console
+    from framework.job import console
 
     report, shown = measure(arguments)
-    Console().print(shown)
+    console().print(shown)
     if arguments.json:
         arguments.json.write_text(json.dumps({**machine(), arguments.command: report}, indent=2) + "\n")
 
